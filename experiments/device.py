@@ -1,12 +1,13 @@
-"""Runs the measurements for half an hour on a GPU or TPU, the most important ones first.
+"""Measures kernels, decode steps and memory on a GPU machine, the most important figures first.
 
-    make device EXTRAS=experiments,test,cuda
-    python -m experiments.device --minutes 30 --output_dir build/device
+    python3 -m experiments.device --seconds 470 --output_dir OUT
+    python3 -m experiments.device --quick true --output_dir OUT          # small sizes, on any machine
+    python3 -m experiments.device --step decode_128k --step throughput --seconds 200 --output_dir OUT
 
-The steps are: tests and benchmarks of the kernels; latency of a model of 8 billion parameters with the full cache and
-each system, at 32k and 128k tokens; and requests per second at equal memory. Each step runs in a separate process with
-a time limit. It writes its output to OUTPUT_DIR/NAME.log and its rows to OUTPUT_DIR/NAME/. A step that fails or exceeds
-its limit does not stop the others. `steps.jsonl` lists the finished steps; a second start runs only the others.
+It needs no network, no installation and no make. Every step is a process with a time limit; what it measures is on disk
+at once, and a step that fails or exceeds its limit does not stop the others. OUT gets `results.jsonl` (a row per test,
+kernel, setting and step), `log.txt` and `summary.md`. `experiments.compile --plan true` compiles the programs of all
+steps without a GPU.
 """
 
 import contextlib
@@ -18,28 +19,32 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
-import pallas_kernels
 from experiments.common import ROOT
-from experiments.common.console import print_table
-from experiments.common.flags import Flags, run_command
-from kvjax_models import atomic_io
+from experiments.common.console import markdown_table
+from experiments.common.flags import Flags, repeatable, run_command
+from experiments.common.output import append_row
 
-FINISHED = "steps.jsonl"
-MIN_SECONDS = 20.0  # a step is not started if less time remains
-GRACE = 10.0  # seconds between SIGTERM and SIGKILL
-POLICIES = ("leverage_scores", "subgen_mean", "balancekv", "chelsea", "clusterkv_residual")
+RESULTS, LOG, SUMMARY = "results.jsonl", "log.txt", "summary.md"
+MIN_SECONDS = 10.0  # a step is not started if less time remains
+GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+SHAPE = ("--shape", "llama-3.1-8b", "--dtype", "bfloat16")
+QUICK_SHAPE = ("--shape", "small", "--layers", "1", "--dtype", "float32")
+SELECTION = "kvzip:alpha_safeguard=0"  # KVzip's scores with one budget for all heads of a layer
+NO_GPU_FOR_JAX = {"JAX_PLATFORMS": "cpu"}
+AT_A_QUARTER = ("snapkv@25%", "subgen@25%", "chelsea@25%", "balancekv@25%", "clusterkv@12.5%")
 
 
 @dataclasses.dataclass(frozen=True)
 class Options(Flags):
     """Options of the command."""
 
-    minutes: float = 30.0  # Time of all steps; the remaining steps run at the next start.
-    output_dir: str = "build/device"  # Directory of logs and results.
-    quick: bool = False  # Small steps, which need no accelerator.
+    seconds: float = 470.0  # Time of all steps.
+    output_dir: str = "build/device"  # Directory of the results.
+    step: tuple[str, ...] = repeatable()  # Only these steps; repeatable.
+    quick: bool = False  # Small sizes, which need no accelerator.
 
 
 class Step(NamedTuple):
@@ -47,99 +52,142 @@ class Step(NamedTuple):
 
     Attributes:
         name: name of the step.
-        words: arguments of the Python interpreter.
-        minutes: time limit.
+        module: the module that runs.
+        flags: its flags; the file of rows is added.
+        seconds: time limit.
+        environment: environment variables.
     """
 
     name: str
-    words: tuple[str, ...]
-    minutes: float = 8.0
+    module: str
+    flags: tuple[str, ...] = ()
+    seconds: float = 60.0
+    environment: Mapping[str, str] = {}
 
 
-def steps(directory: pathlib.Path, quick: bool) -> Iterator[Step]:
-    """Yields all steps, the most important ones first."""
-    tests = ("tests/pallas_kernels/test_benchmarks.py", "-m", "not heavy") if quick else ("tests/pallas_kernels",)
-    yield Step("kernels", ("-m", "pytest", *tests))
-    small = ("--quick",) if quick else ()
-    for path in sorted(pathlib.Path(pallas_kernels.__path__[0]).glob("*/benchmark.py")):
-        name = path.parent.name
-        output = f"--output={directory / 'kernels' / name}.json"
-        yield Step(f"benchmark_{name}", ("-m", f"pallas_kernels.{name}.benchmark", output, *small), 3.0)
-    policies = [f"--policy={policy}" for policy in (POLICIES[:1] if quick else POLICIES)]
-    for name, flags in (
-        ("latency", ("--budget=20%", "--context_tokens=32768")),
-        ("latency_long", ("--budget=20%", "--context_tokens=131072")),
-        ("throughput", ("--measure=throughput", "--context_tokens=32768", "--full_rows=2")),
-    ):
-        sizes = ("--layers=2", "--tokens=4", "--answer_tokens=8") if quick else ("--shape=llama-3.1-8b",)
-        words = [flag.replace("32768", "512").replace("131072", "1024") if quick else flag for flag in flags]
-        output_dir = f"--output_dir={directory / name}"
-        yield Step(name, ("-m", "experiments.speed", *words, *sizes, *policies, output_dir))
-
-
-def run_steps(requested: Sequence[Step], directory: pathlib.Path, minutes: float) -> dict[str, str]:
-    """Runs the steps that are not finished.
+def speed_step(
+    name: str,
+    seconds: float,
+    context: str,
+    *policies: str,
+    formats: Sequence[str] = ("none",),
+    flags: Sequence[str] = (),
+    **environment: str,
+) -> Step:
+    """Returns a step of `experiments.speed` with the sizes of a model of 8 billion parameters.
 
     Args:
-        requested: the steps.
-        directory: directory of logs and of the list of finished steps.
-        minutes: time of all steps.
-
-    Returns:
-        "done" or a message for each step.
+        name: name of the step.
+        seconds: time limit.
+        context: tokens of the prompt.
+        *policies: policies with budgets; the full cache is always measured.
+        formats: formats of keys and values.
+        flags: other flags.
+        **environment: environment variables.
     """
-    end = time.monotonic() + 60 * minutes
-    finished = read_finished(directory)
-    messages = {}
-    for step in requested:
-        if (step.name, step.words) in finished:
-            messages[step.name] = "done"
-            continue
+    # A timed run is a block of decode steps and its compaction.
+    sizes = (*SHAPE, "--tokens", "128", "--repetitions", "6", "--context_tokens", context)
+    chosen = ("--policy", *policies, "--kv_dtype", *formats)
+    return Step(name, "experiments.speed", (*sizes, *chosen, *flags), seconds, environment)
+
+
+def steps(quick: bool = False) -> list[Step]:
+    """Returns all steps, the most important ones first."""
+    tests = ("-m", "gpu_kernel", "tests/pallas_kernels", "-p", "experiments.common.pytest_rows")
+    plan = [
+        Step("probe", "experiments.probe", (), 40),
+        Step("tests", "pytest", (*tests, "-n", "8", "--timeout=60"), 100, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
+        speed_step("decode_32k", 160, "32768", *AT_A_QUARTER),
+        Step("transformers", "experiments.transformers_speed", (*SHAPE, "--context_tokens", "32768"), 45,
+             NO_GPU_FOR_JAX),
+        Step("kernels", "pallas_kernels.benchmark_all", (), 100),
+        speed_step("decode_128k", 160, "131072", *AT_A_QUARTER),
+        speed_step("rows_32k", 70, "32768", "snapkv@25%", flags=("--batch", "8")),
+        speed_step("narrow_32k", 90, "32768", "exact", f"{SELECTION}@25%", formats=("int8", "int4")),
+        speed_step("equal_memory", 90, "32768", "snapkv@25%", flags=("--batch", "4", "--equal_memory", "true")),
+        Step("transformers_128k", "experiments.transformers_speed", (*SHAPE, "--context_tokens", "131072"), 45,
+             NO_GPU_FOR_JAX),
+        speed_step("throughput", 60, "8192", "snapkv@25%",
+                   flags=("--measure", "throughput", "--full_rows", "4", "--answer_tokens", "64")),
+        speed_step("full_without_graphs", 40, "32768", "exact", XLA_FLAGS="--xla_gpu_enable_command_buffer="),
+        speed_step("full_without_triton", 40, "32768", "exact", XLA_FLAGS="--xla_gpu_enable_triton_gemm=false"),
+    ]  # fmt: skip
+    return [_quick(step) for step in plan if not step.name.startswith("full_")] if quick else plan
+
+
+def _quick(step: Step) -> Step:
+    """Returns a step with small sizes and one policy, for any machine."""
+    if step.module == "pytest":
+        keep = "test_the_gpu_kernel and (nothing or one or bfloat16)"
+        flags = ("-k", keep, "-p", "experiments.common.pytest_rows", "tests/pallas_kernels/test_weighted_decode.py")
+        return step._replace(flags=flags)
+    if step.module.startswith("pallas_kernels"):
+        return step._replace(flags=("--quick", "--op", "weighted_decode"))
+    if step.module == "experiments.probe":
+        return step
+    sizes = {"32768": "512", "131072": "768", "8192": "512", "64": "4", "128": "4"}
+    omitted = {*SHAPE, *AT_A_QUARTER[1:], "int4"}
+    return step._replace(flags=(*QUICK_SHAPE, *(sizes.get(flag, flag) for flag in step.flags if flag not in omitted)))
+
+
+def run_steps(plan: Sequence[Step], directory: pathlib.Path, seconds: float) -> None:
+    """Runs steps one after the other; each one gets a row, and the summary is written after each.
+
+    Args:
+        plan: the steps.
+        directory: directory of the results.
+        seconds: time of all steps.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    results, end = directory / RESULTS, time.monotonic() + seconds
+    for step in plan:
         remaining = end - time.monotonic()
-        if remaining < MIN_SECONDS:
-            messages[step.name] = "no time left"
-            continue
-        begin = time.monotonic()
-        code = run_step(step, directory / f"{step.name}.log", min(60 * step.minutes, remaining))
-        seconds = round(time.monotonic() - begin, 1)
-        if code == 0:
-            line = json.dumps({"step": step.name, "words": step.words, "seconds": seconds})
-            atomic_io.append_line(directory / FINISHED, line)
-        failed = f"failed ({code}): see {directory / step.name}.log"
-        messages[step.name] = {0: "done", None: f"exceeded its limit after {seconds:.0f} s"}.get(code, failed)
-        print(f"{step.name}: {messages[step.name]}", flush=True)
-    return messages
+        row: dict[str, Any] = {"measure": "step", "step": step.name, "seconds": 0.0, "problem": "no time left"}
+        if remaining >= MIN_SECONDS:
+            begin = time.monotonic()
+            row["problem"] = run_step(step, directory, min(step.seconds, remaining))
+            row["seconds"] = round(time.monotonic() - begin, 1)
+        append_row(results, row)
+        (directory / SUMMARY).write_text(summarize(read_rows(results)))
+        print(f"{step.name}: {row['problem'] or 'done'} ({row['seconds']:.0f} s)", flush=True)
 
 
-def read_finished(directory: pathlib.Path) -> set[tuple[str, tuple[str, ...]]]:
-    """Returns the names and arguments of the finished steps."""
-    path = directory / FINISHED
-    lines = map(json.loads, path.read_text().splitlines() if path.exists() else ())
-    return {(line["step"], tuple(line["words"])) for line in lines}
-
-
-def run_step(step: Step, log: pathlib.Path, seconds: float) -> int | None:
+def run_step(step: Step, directory: pathlib.Path, seconds: float) -> str | None:
     """Runs a step.
 
     Args:
         step: the step.
-        log: file that the output is appended to.
+        directory: directory of the results and the log.
         seconds: time limit.
 
     Returns:
-        The exit code; None if the step exceeded its limit.
+        The problem; None if there is none.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            [sys.executable, *step.words], cwd=ROOT, stdout=file, stderr=file, start_new_session=True
-        )
+    results, option = directory / RESULTS, "--output" if step.module.startswith("pallas_kernels") else "--results"
+    words = [sys.executable, "-m", step.module, *step.flags, option, str(results)]
+    if step.module == "experiments.speed":
+        words += ["--output_dir", str(ROOT / "build" / "device" / step.name)]
+    paths = [str(ROOT), str(ROOT / "models"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        "JAX_COMPILATION_CACHE_DIR": str(ROOT / "build" / "device" / "jax"),  # the steps share programs
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        **step.environment,
+    }
+    with (directory / LOG).open("ab") as log:
+        log.write(f"\n===== {step.name}: {' '.join(words[1:])}\n".encode())
+        log.flush()
+        process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
-            return process.wait(seconds)
+            code = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            return None
+            return f"stopped after {seconds:.0f} s"
         finally:  # also if this process is stopped
             _end(process)
+    return f"exit code {code}; see {LOG}" if code else None
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -154,19 +202,71 @@ def _end(process: subprocess.Popen) -> None:
     process.wait()
 
 
+def read_rows(results: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the rows of a file of JSON lines; without a file, none."""
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+
+# The columns of each table: the rows that it shows, and its columns.
+TABLES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "Device": ("probe", ("property", "values")),
+    "Tests": ("tests", ("passed", "failed", "skipped", "seconds")),
+    "Failed tests": ("test", ("test", "problem")),
+    "Limits": (
+        "limits of the machine",
+        ("device", "memory_bandwidth_gb_s", "matmul_gflops", "ms_per_token_of_weights"),
+    ),
+    "Decode steps": (
+        "latency",
+        (
+            "setting", "context_tokens", "rows", "ms_per_token", "promised_ms_per_token", "share_of_bandwidth",
+            "ms_per_token_ratio", "cache_fraction", "launches_per_layer", "decode_bytes", "prefill_seconds",
+            "compress_seconds", "problem",
+        ),
+    ),
+    "transformers": ("transformers", ("setting", "context_tokens", "ms_per_token", "peak_bytes", "problem")),
+    "Requests": ("throughput", ("setting", "context_tokens", "rows", "requests_per_second", "tokens_per_second")),
+    "Kernels": ("kernel", ("op", "case", "form", "seconds", "share_of_limit", "error", "problem")),
+    "Steps": ("step", ("step", "seconds", "problem")),
+}  # fmt: skip
+
+
+def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the tables of all rows in Markdown."""
+    text = []
+    for title, (measure, columns) in TABLES.items():
+        chosen = [row for row in rows if row.get("measure", "kernel") == measure]
+        if measure == "probe":
+            kept = ("measure", "property")
+            chosen = [dict(row) | {"values": {k: v for k, v in row.items() if k not in kept}} for row in chosen]
+        if chosen:
+            lines = [[_cell(row.get(name)) for name in columns] for row in chosen]
+            text.append(f"# {title}\n\n{markdown_table(columns, lines)}")
+    return "\n".join(text)
+
+
+def _cell(value: Any) -> str:
+    """Returns a value, or an estimate and its interval, as a cell."""
+    if isinstance(value, list) and len(value) == 3:
+        return "{:.3g} [{:.3g}, {:.3g}]".format(*value)
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/").replace("\n", " ")
+
+
 def _stop(number: int, frame: object) -> None:
     """Raises an exception, so that the running step is stopped, too."""
     raise SystemExit(128 + number)
 
 
 def main(options: Options) -> None:
-    """Runs the steps and prints a table."""
+    """Runs the steps."""
     signal.signal(signal.SIGTERM, _stop)
-    directory = pathlib.Path(options.output_dir).resolve()
-    messages = run_steps(list(steps(directory, options.quick)), directory, options.minutes)
-    print_table("device", ("step", ""), list(messages.items()))
-    if set(messages.values()) != {"done"}:
-        sys.exit("some steps are not finished; start the command again")
+    plan = steps(options.quick)
+    if unknown := set(options.step) - {step.name for step in plan}:
+        raise ValueError(f"--step={sorted(unknown)[0]} is not one of {', '.join(step.name for step in plan)}")
+    chosen = [step for step in plan if not options.step or step.name in options.step]
+    run_steps(chosen, pathlib.Path(options.output_dir).resolve(), options.seconds)
 
 
 if __name__ == "__main__":

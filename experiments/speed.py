@@ -16,26 +16,28 @@ neighbors.
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
 import kvjax
 from experiments import throughput
 from experiments.common import caches, timing
 from experiments.common.caches import Setting
+from experiments.common.compiled import launches
 from experiments.common.flags import Flags, one_of, repeatable, run_command
-from experiments.common.output import Figure, figure, print_figures, write_figures
+from experiments.common.output import Figure, Measured, append_row, figure, print_figures, write_figures
 from experiments.common.shapes import find_shape, first_layers, random_model
 from experiments.common.statistics import median_interval
 from experiments.common.transformers_decode import TransformersWriter
 from kvjax_models import LanguageModel, load
 from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.lowering import lower_decode
 from kvjax_models.generation.state import GenerationState
+from pallas_kernels import benchmarking
 
 MIN_SAMPLES = 6  # samples whose median has a 95% interval
 ANSWER_TOKENS = 1_000  # of end-to-end times, which add prefill and decode steps
@@ -57,11 +59,14 @@ class Options(Flags):
     tokens: int = 32  # Tokens of a timed run of decode steps.
     repetitions: int = 7  # Timed runs, at least 6.
     prefill_chunk: int = 256  # Tokens per chunk of exact prefill, for `latency`.
+    batch: int = 1  # Copies of the sequence that decode together, for `latency`.
+    equal_memory: bool = False  # Every setting decodes as many copies as fit in the memory of `batch` full caches.
     transformers: bool = False  # Also decode with transformers, which must be installed, for `latency`.
     answer_tokens: int = 256  # Tokens of a request of `throughput`.
     full_rows: tuple[int, ...] = repeatable(1, 4)  # Rows of the full cache that set the memory of `throughput`.
     seed: int = 0
     output_dir: str = "build/speed"  # Directory of the figures.
+    results: str | None = None  # File of JSON lines, to which a row per setting is appended.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,63 +100,127 @@ def make_generators(llm: LanguageModel, settings: Sequence[Setting], **sizes: An
     return generators
 
 
-def measure_latency(options: Options, llm: LanguageModel, context: int) -> list[Figure]:
-    """Measures one sequence with every setting.
+def latency_generators(
+    options: Options, llm: LanguageModel, context: int
+) -> tuple[dict[Setting, Generator], dict[Setting, int]]:
+    """Returns the generators of one sequence, and how many copies of it decode together, for every setting."""
+    new = options.tokens * (options.repetitions + 1)  # one run warms up
+    sizes = {"batch": 1, "max_prompt_tokens": context, "max_new_tokens": new, "budget_tokens": context + new}
+    generators = make_generators(llm, options.settings, **sizes)
+    full = generators[options.settings[0]].row_bytes
+    rows = {
+        setting: options.batch * full // generator.row_bytes if options.equal_memory else options.batch
+        for setting, generator in generators.items()
+    }
+    return generators, rows
+
+
+def measure_latency(options: Options, llm: LanguageModel, context: int) -> Iterator[Measured]:
+    """Measures copies of one sequence with every setting.
+
+    On a CPU, the settings decode alternately, so that other load affects all of them; elsewhere one after the other, so
+    that the copies of one setting exist at a time.
 
     Args:
         options: the options.
         llm: the model.
         context: tokens of the prompt.
 
-    Returns:
-        The figures.
+    Yields:
+        Labels and values of each setting as soon as they are complete; of a setting that failed, the problem.
+
+    Raises:
+        ValueError: if transformers would share a device with JAX.
     """
-    model, tokens = llm.model, options.tokens
-    new = tokens * (options.repetitions + 1)  # one run compiles
-    sizes = {"batch": 1, "max_prompt_tokens": context, "max_new_tokens": new, "budget_tokens": context + new}
-    generators = make_generators(llm, options.settings, **sizes)
-    prefill = timing.TimedPrefill(model, list(generators.values()), context, options.prefill_chunk, options.seed)
-    list(prefill.run())  # compiles
-    passes = -(-MIN_SAMPLES // model.config.layers)
+    generators, rows = latency_generators(options, llm, context)
+    prefill = timing.TimedPrefill(llm.model, generators, context, options.prefill_chunk, options.seed)
+    programs = prefill.compile(rows)
+    passes = -(-MIN_SAMPLES // llm.model.config.layers)
     layers = [times for _ in range(passes) for times in prefill.run()]
     read = np.asarray([seconds for seconds, _ in layers])
-    compress = np.asarray([seconds for _, seconds in layers]).T
-    selection = [timing.selection_seconds(state.layers, MIN_SAMPLES) for state in prefill.states]
-    pairs = list(zip(generators.values(), prefill.states, strict=True))
-    programs = [timing.program_bytes(lower_decode(*pair).compile()) for pair in pairs]
-    held = [caches.measure_size(*pair, context + new) for pair in pairs]
-    writers = [timing.Writer(*pair, tokens) for pair in pairs]
-    peers = [TransformersWriter(model, context, tokens)] if options.transformers else []
-    step = timing.interleaved_seconds([*writers, *peers], options.repetitions) / tokens
-    answer = np.sum(read + compress, axis=1, keepdims=True) / passes + ANSWER_TOKENS * step[: len(pairs)]
+    compress = {name: np.asarray([seconds[name] for _, seconds in layers]) for name in prefill.states}
+    weights, bandwidth = timing.weight_bytes(llm.model), benchmarking.memory_bandwidth()
     common: dict[str, Any] = {"context_tokens": context, "model": options.model or options.shape}
-    common["dtype"] = str(jnp.dtype(model.embedding.param_dtype))
-    figures = []
-    for index, setting in enumerate(generators):
-        labels = {"setting": str(setting), **common, **dataclasses.asdict(held[index])}
-        values: dict[str, Any] = {
-            "prefill_seconds": float(np.sum(read)) / passes,
-            "compress_seconds": float(np.sum(compress[index])) / passes,
-            "compress_share_of_prefill": median_interval(compress[index] / read),
-            "time_to_first_token_ratio": median_interval((read + compress[index]) / (read + compress[0])),
-            "end_to_end_ratio": median_interval(answer[index] / answer[0]),
-            "ms_per_token": median_interval(1e3 * step[index]),
-            "ms_per_token_ratio": median_interval(step[index] / step[0]),
-            "decode_memory_ratio": programs[index] / programs[0],
-        }
-        if (share := selection[index]) is not None:
-            values["selection_share_of_step"] = share / float(np.median(step[index]))
-        if (rate := timing.hit_rate(writers[index].state)) is not None:
-            values["hit_rate"] = rate
-        figures += [figure(metric, value, **labels) for metric, value in values.items()]
+    common["dtype"] = str(jnp.dtype(llm.model.embedding.param_dtype))
+    peers: dict[Any, Any] = {}
+    is_cpu = jax.default_backend() == "cpu"
     if options.transformers:
-        common["setting"] = "transformers"
-        figures.append(figure("ms_per_token", median_interval(1e3 * step[-1]), **common))
-        figures.append(figure("ms_per_token_ratio", median_interval(step[-1] / step[0]), **common))
-    return figures
+        if not is_cpu:
+            raise ValueError("--transformers shares a CPU; on a device, run experiments.transformers_speed instead")
+        peers["transformers"] = TransformersWriter(llm.model.config, common["dtype"], context, options.tokens)
+    names = list(prefill.states)
+    decoded: dict[Any, _Decoded] = {}
+    for group in [names] if is_cpu else [[name] for name in names]:
+        with prefill.recorded_problem(*group):
+            writers = {name: (generators[name], prefill.states.pop(name), rows[name]) for name in group}
+            decoded |= _decode(options, writers, peers)
+        for name in group:
+            if name not in decoded:
+                continue
+            step, size = decoded[name].step, decoded[name].size
+            labels = {"setting": str(name), **common, "rows": rows[name], **dataclasses.asdict(size)}
+            promised = (weights + rows[name] * size.read_bytes) / bandwidth
+            values: dict[str, Any] = {
+                "prefill_seconds": float(np.sum(read)) / passes,
+                "compress_seconds": float(np.sum(compress[name])) / passes,
+                "compress_share_of_prefill": median_interval(compress[name] / read),
+                "ms_per_token": median_interval(1e3 * step),
+                "promised_ms_per_token": 1e3 * promised,
+                "share_of_bandwidth": median_interval(promised / step),
+                "tokens_per_second": median_interval(rows[name] / step),
+                "decode_bytes": timing.program_bytes(programs[name]),
+                "launches_per_layer": round(launches(programs[name].as_text() or "") / llm.model.config.layers, 1),
+                **decoded[name].extra,
+            }
+            if (full := options.settings[0]) in decoded:
+                times, full_times = (read + compress[one] for one in (name, full))
+                answers = [
+                    np.sum(read + compress[one]) / passes + ANSWER_TOKENS * decoded[one].step for one in (name, full)
+                ]
+                values["time_to_first_token_ratio"] = median_interval(times / full_times)
+                values["end_to_end_ratio"] = median_interval(answers[0] / answers[1])
+                values["ms_per_token_ratio"] = median_interval(step / decoded[full].step)
+                values["decode_memory_ratio"] = values["decode_bytes"] / timing.program_bytes(programs[full])
+            yield labels, values
+    for name in peers:
+        values = {"ms_per_token": median_interval(1e3 * decoded[name].step)}
+        values["ms_per_token_ratio"] = median_interval(decoded[name].step / decoded[options.settings[0]].step)
+        yield {"setting": name, **common}, values
+    for name, problem in prefill.problems.items():
+        yield {"setting": str(name), **common, "problem": problem}, {}
 
 
-def measure_prefill(options: Options, llm: LanguageModel, context: int) -> list[Figure]:
+class _Decoded(NamedTuple):
+    """Seconds per step in every repetition, bytes of a cache, and figures that only some policies have."""
+
+    step: Float[np.ndarray, "R"]
+    size: caches.CacheSize
+    extra: dict[str, float]
+
+
+def _decode(options: Options, sequences: Mapping[Any, Any], peers: Mapping[Any, Any]) -> dict[Any, _Decoded]:
+    """Measures the decode steps of sequences: a generator, a state and its number of copies for each setting."""
+    writers: dict[Any, timing.Writer] = {}
+    for name, (generator, state, rows) in sequences.items():
+        state = timing.make_rows(generator, state, rows)
+        writers[name] = timing.Writer(generator.with_batch(rows), state, options.tokens)
+    seconds = timing.interleaved_seconds([*writers.values(), *peers.values()], options.repetitions)
+    decoded = {}
+    for name, times in zip([*writers, *peers], seconds / options.tokens, strict=True):
+        if name in peers:
+            decoded[name] = _Decoded(times, caches.CacheSize(0, 0, 0, 0.0, 0.0), {})
+            continue
+        generator, state = writers[name].generator, writers[name].state
+        tokens, extra = generator.max_prompt_tokens + generator.max_new_tokens, {}
+        if generator.batch == 1 and (share := timing.selection_seconds(state.layers, MIN_SAMPLES)) is not None:
+            extra["selection_share_of_step"] = share / float(np.median(times))
+        if (rate := timing.hit_rate(state)) is not None:
+            extra["hit_rate"] = rate
+        decoded[name] = _Decoded(times, caches.measure_size(generator, state, tokens), extra)
+    return decoded
+
+
+def measure_prefill(options: Options, llm: LanguageModel, context: int) -> Iterator[Measured]:
     """Measures `Generator.prefill` of one random prompt with every setting.
 
     Args:
@@ -159,8 +228,8 @@ def measure_prefill(options: Options, llm: LanguageModel, context: int) -> list[
         llm: the model.
         context: tokens of the prompt.
 
-    Returns:
-        The figures.
+    Yields:
+        Labels and values of each setting.
     """
     sizes = {"batch": 1, "max_prompt_tokens": context, "max_new_tokens": options.tokens}
     generators = make_generators(llm, options.settings, **sizes, budget_tokens=context + options.tokens)
@@ -171,54 +240,58 @@ def measure_prefill(options: Options, llm: LanguageModel, context: int) -> list[
 
     runs = [functools.partial(prefill, generator) for generator in generators.values()]
     seconds = timing.interleaved_seconds(runs, options.repetitions)
-    labels = {"context_tokens": context, "model": options.model or options.shape}
-    figures = []
+    common = {"context_tokens": context, "model": options.model or options.shape}
     for setting, times in zip(generators, seconds, strict=True):
-        pairs = (("prefill_seconds", times), ("prefill_seconds_ratio", times / seconds[0]))
-        figures += [figure(metric, median_interval(x), setting=str(setting), **labels) for metric, x in pairs]
-    return figures
+        values = {"prefill_seconds": times, "prefill_seconds_ratio": times / seconds[0]}
+        yield {"setting": str(setting), **common}, {name: median_interval(x) for name, x in values.items()}
 
 
-def measure_limits(options: Options, llm: LanguageModel) -> list[Figure]:
-    """Returns memory bandwidth, rate of matrix products, and the time that reading the weights takes."""
+def measure_limits(options: Options, llm: LanguageModel) -> Iterator[Measured]:
+    """Yields memory bandwidth, rate of matrix products, and the time that reading the weights takes."""
     dtype = llm.model.embedding.param_dtype
-    bandwidth = timing.memory_bandwidth()
+    bandwidth = benchmarking.memory_bandwidth()
     labels = {"setting": "machine", "model": options.model or options.shape, "dtype": str(jnp.dtype(dtype))}
-    return [
-        figure("memory_bandwidth_gb_s", bandwidth / 1e9, **labels),
-        figure("matmul_gflops", timing.matmul_rate(dtype) / 1e9, **labels),
-        figure("ms_per_token_of_weights", 1e3 * timing.weight_bytes(llm.model) / bandwidth, **labels),
-    ]
+    yield (
+        labels,
+        {
+            "memory_bandwidth_gb_s": bandwidth / 1e9,
+            "matmul_gflops": benchmarking.product_rate(jnp.dtype(dtype)) / 1e9,
+            "ms_per_token_of_weights": 1e3 * timing.weight_bytes(llm.model) / bandwidth,
+        },
+    )
+
+
+def measure_throughput(options: Options, llm: LanguageModel, context: int) -> Iterator[Measured]:
+    """Yields labels and values of continuous batching with every setting and number of full rows."""
+    for rows in options.full_rows:
+        sizes = throughput.Sizes(context, options.answer_tokens, rows, options.repetitions, options.seed)
+        yield from throughput.measure(llm, options.settings, sizes)
+
+
+MEASURES = {"latency": measure_latency, "prefill": measure_prefill, "throughput": measure_throughput}
 
 
 def main(options: Options) -> None:
     """Prints the tables and writes the figures."""
     llm, directory = make_model(options), pathlib.Path(options.output_dir)
     print(f"kvjax {kvjax.__version__}, {jax.devices()[0].device_kind}")
-    if "latency" in options.measure:
-        figures = measure_limits(options, llm)
-        print_figures("Limits of the machine", figures, "setting")
-        for context in options.context_tokens:
-            found = measure_latency(options, llm, context)
-            print_figures(f"Prompt of {context} tokens, batch 1; ratios to the full cache", found, "setting")
-            figures += found
-            write_figures(directory / "latency.json", figures)
-    if "prefill" in options.measure:
-        figures = []
-        for context in options.context_tokens:
-            found = measure_prefill(options, llm, context)
-            print_figures(f"Prefill of {context} tokens; ratios to the full cache", found, "setting")
-            figures += found
-            write_figures(directory / "prefill.json", figures)
-    if "throughput" in options.measure:
-        figures = []
-        for context in options.context_tokens:
-            for rows in options.full_rows:
-                sizes = throughput.Sizes(context, options.answer_tokens, rows, options.repetitions, options.seed)
-                found = throughput.measure(llm, options.settings, sizes)
-                print_figures(f"Prompts of {context} tokens, memory of {rows} rows of the full cache", found, "setting")
-                figures += found
-                write_figures(directory / "throughput.json", figures)
+    for name in options.measure:
+        figures: list[Figure] = []
+
+        parts = {
+            f"{name}: prompts of {one} tokens": MEASURES[name](options, llm, one) for one in options.context_tokens
+        }
+        if name == "latency":
+            parts = {"limits of the machine": measure_limits(options, llm), **parts}
+        for title, measured in parts.items():
+            first = len(figures)
+            for labels, values in measured:
+                if options.results is not None:
+                    row = {"measure": title.partition(":")[0], "device": jax.devices()[0].device_kind}
+                    append_row(pathlib.Path(options.results), row | labels | values)
+                figures += [figure(metric, value, **labels) for metric, value in values.items()]
+                write_figures(directory / f"{name}.json", figures)
+            print_figures(title, figures[first:], "setting")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
 """Requests per second of continuous batching at equal memory; `experiments.speed --measure throughput` runs it."""
 
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Float
 
 from experiments.common import caches
 from experiments.common.caches import Setting
-from experiments.common.output import Figure, figure
+from experiments.common.output import Measured
 from experiments.common.statistics import Estimate, mean_interval
 from kvjax_models import LanguageModel
 from kvjax_models.generation import batching
@@ -35,7 +34,7 @@ class Sizes(NamedTuple):
     seed: int
 
 
-def measure(llm: LanguageModel, settings: Sequence[Setting], sizes: Sizes) -> list[Figure]:
+def measure(llm: LanguageModel, settings: Sequence[Setting], sizes: Sizes) -> Iterator[Measured]:
     """Measures all settings, which alternate.
 
     Args:
@@ -43,8 +42,8 @@ def measure(llm: LanguageModel, settings: Sequence[Setting], sizes: Sizes) -> li
         settings: the settings; the first one is the full cache.
         sizes: the sizes.
 
-    Returns:
-        The figures; ratios are to the full cache in the same repetition.
+    Yields:
+        Labels and values of each setting; ratios are to the full cache in the same repetition.
     """
     generators, memory = {}, 0
     for setting in settings:
@@ -69,7 +68,17 @@ def measure(llm: LanguageModel, settings: Sequence[Setting], sizes: Sizes) -> li
             seconds[setting].append(serve(generator, sizes))
     rates = {setting: generators[setting].batch / np.asarray(times) for setting, times in seconds.items()}
     full = next(iter(rates.values()))
-    return [one for setting, rate in rates.items() for one in _figures(setting, generators[setting], rate, full, sizes)]
+    for setting, rate in rates.items():
+        samples = {
+            "requests_per_second": rate[:, 0],
+            "requests_per_second_ratio": rate[:, 0] / full[:, 0],
+            "tokens_per_second": sizes.answer_tokens * rate[:, 0],
+        }
+        if jax.default_backend() == "cpu":  # other load of the machine does not affect processor time
+            samples["requests_per_cpu_second_ratio"] = rate[:, 1] / full[:, 1]
+        # Ratios multiply, so their logarithms are averaged.
+        values = {name: Estimate(*np.exp(mean_interval(np.log(x))).tolist()) for name, x in samples.items()}
+        yield {"setting": str(setting), **sizes._asdict()}, {"rows": generators[setting].batch, **values}
 
 
 def serve(
@@ -99,27 +108,3 @@ def serve(
     if finished != count:
         raise RuntimeError(f"{finished} of {count} requests finished")
     return time.perf_counter() - begin, time.process_time() - cpu_begin
-
-
-def _figures(
-    setting: Setting,
-    generator: Generator,
-    rates: Float[np.ndarray, "R 2"],
-    full: Float[np.ndarray, "R 2"],
-    sizes: Sizes,
-) -> list[Figure]:
-    """Returns the figures of one setting; `rates` are requests per second and per second of processor time."""
-    labels: dict[str, Any] = {"setting": str(setting), **sizes._asdict()}
-    samples = {
-        "requests_per_second": rates[:, 0],
-        "requests_per_second_ratio": rates[:, 0] / full[:, 0],
-        "tokens_per_second": sizes.answer_tokens * rates[:, 0],
-    }
-    if jax.default_backend() == "cpu":  # other load of the machine does not affect processor time
-        samples["requests_per_cpu_second_ratio"] = rates[:, 1] / full[:, 1]
-    figures = [figure("rows", generator.batch, **labels)]
-    for metric, values in samples.items():
-        # Ratios multiply, so their logarithms are averaged.
-        logs = mean_interval(np.log(values))
-        figures.append(figure(metric, Estimate(*np.exp(logs).tolist()), **labels))
-    return figures

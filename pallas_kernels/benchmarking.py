@@ -1,8 +1,16 @@
-"""Timing, limits and tables of `python -m pallas_kernels.OP.benchmark [--quick] [--output FILE]`.
+"""Times and errors of all forms of the ops, on this machine's device.
 
-All forms of an op run on the same inputs in the same process. Each is called many times in one compiled program, so
-that the overhead of calls is not measured. The limit is measured in the same process: the time of a plain
-reduction over the bytes that must move, or of the op's flops at the rate of a plain matrix product, if that is longer.
+    python -m pallas_kernels.OP.benchmark [--quick] [--output FILE]
+    python -m pallas_kernels.benchmark_all [--op OP ...] [--quick] [--output FILE]
+
+The first command measures all shapes of an op, the second one a few shapes of every op. All forms of an op run on the
+same random inputs in the same process. Each is called many times in one compiled program, so that the overhead of calls
+is not measured. The limit is the time of a plain reduction over the bytes that must move, or of the op's flops at the
+rate of a plain matrix product, if that is longer; both rates are measured in the same process. Errors are relative to
+XLA with float32 inputs and full precision. On GPUs, XLA itself multiplies float32 matrices in TF32 by default.
+
+Every row is on disk as soon as it is measured; a run that is started again with the same `--output` skips the forms
+that have a row.
 """
 
 import abc
@@ -11,20 +19,25 @@ import dataclasses
 import functools
 import itertools
 import json
+import os
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.partials import Partials
 from pallas_kernels.quantized_array import array_bytes as array_bytes
 
-# The minimum duration of a measurement in seconds, and the number of measurements.
-MIN_SECONDS, MEASUREMENTS = 0.1, 5
-PRODUCT_WIDTH = 4096
+# The duration of a measurement at the limit, the number of measurements, and the seconds after which no further
+# measurement begins.
+MIN_SECONDS, MEASUREMENTS, MAX_SECONDS = 0.02, 5, 1.0
+BANDWIDTH_BYTES = 4 * 2**30
+PRODUCT_WIDTH = 8192
 
 
 class RandomArrays:
@@ -114,77 +127,158 @@ def main(title: str, quick: Sequence[Shape], shapes: Sequence[Shape]) -> None:
         quick: Small shapes for `--quick`, which only tests that all forms run.
         shapes: The shapes to measure.
     """
-    parser = argparse.ArgumentParser(description=title)
-    parser.add_argument("--quick", action="store_true", help="small shapes, to test that all forms run")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file for the rows")
-    arguments = parser.parse_args()
-    print(f"# {title}\n\n{jax.devices()[0].device_kind}, JAX {jax.__version__}\n")
-    print("| case | form | ms | GB/s | share of limit | speed relative to the best other |\n|---|---|---|---|---|---|")
-    rows = []
-    for shape in quick if arguments.quick else shapes:
-        for row in measure(shape):
-            rows.append(row)
-            print(_table_line(row), flush=True)
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(rows, indent=1))
+    arguments = make_parser(title).parse_args()
+    run([(title, shape) for shape in (quick if arguments.quick else shapes)], arguments.output)
 
 
-def measure(shape: Shape) -> list[dict[str, Any]]:
-    """Measures all forms of an op.
+def run(cases: Sequence[tuple[str, Shape]], output: pathlib.Path | None = None) -> None:
+    """Measures ops at some shapes, prints a table and writes rows.
+
+    Args:
+        cases: The names of ops, and shapes of them.
+        output: A file of JSON lines for the rows, which are appended; forms that have a row in it are skipped.
+    """
+    print(f"{jax.devices()[0].device_kind}, JAX {jax.__version__}\n")
+    print("| op | case | form | ms | GB/s | share of limit | relative error |\n|---|---|---|---|---|---|---|")
+    measured = set()
+    if output is not None and output.exists():
+        rows = map(json.loads, output.read_text().splitlines())
+        measured = {(row["op"], row["case"], row["form"]) for row in rows if "form" in row}
+    for op, shape in cases:
+        skipped = [form for other, case, form in measured if (other, case) == (op, str(shape))]
+        for row in measure(shape, skipped):
+            print(_table_line(row := {"op": op, **row}), flush=True)
+            if output is not None:
+                with output.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+
+
+def measure(shape: Shape, skipped: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """Measures all forms of an op; compiles them at the same time.
 
     Args:
         shape: The shape to measure.
+        skipped: Names of forms that are not measured.
+
+    Yields:
+        A row per form, as JSON: the case, the form, the seconds (None, with the problem, if the form cannot run on this
+        device), the bytes that must move, the shortest possible time `limit` as such and relative to the seconds, the
+        error of forms with the op's results, the device and the JAX version.
+    """
+    common = {"case": str(shape), "bytes": shape.bytes, "jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    limit = limit_seconds(shape)
+    forms = {name: form for name, form in shape.forms().items() if name not in skipped}
+    calls = min(max(round(MIN_SECONDS / limit), 1), 4096)
+    with ThreadPoolExecutor(max(len(forms), 1)) as pool:
+        programs = {name: pool.submit(compile_calls, form, calls) for name, form in forms.items()}
+        expected = _reference_results(shape) if {"kvjax", "xla"} & forms.keys() else None
+        for name, form in forms.items():
+            row = {"form": name, **common, "limit": limit, "seconds": None, "problem": None, "error": None}
+            try:
+                program = programs[name].result()
+                if name in ("kvjax", "xla"):
+                    row["error"] = relative_error(jax.jit(form.function)(*form.arguments), expected)
+                row["seconds"] = median_seconds(functools.partial(program, *form.arguments)) / calls
+                row["share_of_limit"] = limit / row["seconds"]
+            except Exception as error:  # the problem is reported, and the other forms are measured
+                row["problem"] = describe(error)
+            yield row
+
+
+def describe(error: Exception) -> str:
+    """Returns the type and the first line of an error, at most 300 characters."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:300]
+
+
+def _reference_results(shape: Shape) -> Any:
+    """Returns the results of XLA with float32 inputs and full precision; None if XLA cannot compute them."""
+
+    def widen(x: Any) -> Any:
+        return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
+
+    try:
+        with jax.default_matmul_precision("highest"):
+            arguments = jax.tree.map(widen, shape.random_arguments())
+            return jax.block_until_ready(jax.jit(shape.function(implementation="xla"))(*arguments))
+    except (NotImplementedError, TypeError, jax.errors.JaxRuntimeError):  # for example for lack of memory
+        return None
+
+
+def relative_error(actual: Any, expected: Any) -> float | None:
+    """Compares results: the largest ||actual - expected|| / ||expected|| of their arrays.
+
+    Args:
+        actual: Results of an op; partials are compared as outputs and logarithms of denominators.
+        expected: The expected results; None returns None.
 
     Returns:
-        A row per form, as JSON: the case, the form, the seconds (None, with the problem, if the form cannot run on this
-        device), the bytes that must move, the shortest possible time `limit`, the time of the best other form, both
-        relative to the seconds, the device and the JAX version.
+        The error; of integers, the share of the numbers that differ.
     """
-    limit = limit_seconds(shape)
-    common = {"case": str(shape), "bytes": shape.bytes, "limit": limit, "jax": jax.__version__}
-    rows: list[dict[str, Any]] = []
-    for name, form in shape.forms().items():
-        row: dict[str, Any] = {**common, "form": name, "seconds": None, "problem": None}
-        row["device"] = jax.devices()[0].device_kind
-        try:
-            row["seconds"] = seconds_per_call(form)
-        except Exception as error:  # the problem is reported, and the other forms are measured
-            row["problem"] = next(iter(str(error).splitlines()), type(error).__name__)
-        rows.append(row)
-    for row in rows:
-        others = [other["seconds"] for other in rows if other is not row and other["seconds"] is not None]
-        row["best_other"] = min(others, default=None)
-        if row["seconds"] is not None:
-            row["share_of_limit"] = limit / row["seconds"]
-            row["times_best_other"] = row["best_other"] and row["best_other"] / row["seconds"]
-    return rows
+    if expected is None:
+        return None
+
+    def comparable(results: Any) -> list[Any]:
+        if isinstance(results, Partials):
+            has_entries = results.denominator > 0
+            denominator = jnp.where(has_entries, results.denominator, 1.0)
+            log_denominator = jnp.where(has_entries, results.max + jnp.log(denominator), 0.0)
+            results = results.numerator / denominator[..., None], log_denominator, results.logits
+        return jax.tree.leaves(results)
+
+    @jax.jit
+    def error(x: Any, y: Any) -> Any:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.mean(x != y)
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+        return jnp.linalg.norm(jnp.ravel(x - y)) / jnp.maximum(jnp.linalg.norm(jnp.ravel(y)), 1e-30)
+
+    return max(float(error(x, y)) for x, y in zip(comparable(actual), comparable(expected), strict=True))
 
 
 def limit_seconds(shape: Shape) -> float:
     """Returns the shortest time in which the device could compute an op at `shape`."""
-    store = jnp.ones(max(shape.bytes // 2, 1), jnp.bfloat16)
-    reading = seconds_per_call(Form(lambda x: jnp.sum(x, dtype=jnp.float32), (store,)))
-    if not shape.flops:
-        return reading
-    square = jnp.ones((PRODUCT_WIDTH, PRODUCT_WIDTH), shape.product_dtype)
+    reading = shape.bytes / memory_bandwidth()
     # The ops compute float32 products with full precision.
-    precision = jax.lax.Precision.HIGHEST if shape.product_dtype == jnp.float32 else None
-    product = Form(functools.partial(jnp.matmul, precision=precision), (square, square))
-    rate = 2 * PRODUCT_WIDTH**3 / seconds_per_call(product)
-    return max(reading, shape.flops / rate)
+    return max(reading, shape.flops / product_rate(jnp.dtype(shape.product_dtype))) if shape.flops else reading
 
 
-def seconds_per_call(form: Form) -> float:
-    """Returns the median time of a call of `form` among many in one program."""
-    calls = 2
-    while (seconds := _program_seconds(form, calls)[0]) < MIN_SECONDS and calls < 4096:
-        calls = min(4096, max(2 * calls, int(1.2 * calls * MIN_SECONDS / max(seconds, 1e-6))))
-    return statistics.median(_program_seconds(form, calls, MEASUREMENTS)) / calls
+@functools.cache
+def memory_bandwidth() -> float:
+    """Measures the bytes per second of a reduction over 4 GiB, or over 512 MiB on a CPU."""
+    size = BANDWIDTH_BYTES // (8 if jax.default_backend() == "cpu" else 1)
+    array = jnp.ones((size // 2**16, 2**14), jnp.float32)
+    return array.nbytes / median_seconds(functools.partial(jax.jit(jnp.sum), array))
 
 
-def _program_seconds(form: Form, calls: int, measurements: int = 1) -> list[float]:
-    """Returns the times of a program that makes `calls` calls."""
+@functools.cache
+def product_rate(dtype: jnp.dtype) -> float:
+    """Measures the flops per second of a large matrix product of random numbers, in float32 with full precision.
+
+    Args:
+        dtype: The dtype of the operands.
+
+    Returns:
+        Two flops per multiplication.
+    """
+    width = PRODUCT_WIDTH // (8 if jax.default_backend() == "cpu" else 1)
+    square = jax.random.normal(jax.random.key(0), (width, width), dtype)
+    precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    product = jax.jit(functools.partial(jnp.matmul, precision=precision))
+    return 2 * width**3 / median_seconds(functools.partial(product, square, square))
+
+
+def compile_calls(form: Form, calls: int) -> jax.stages.Compiled:
+    """Compiles a program that calls a form many times.
+
+    Args:
+        form: The form.
+        calls: The number of calls; a number that is known to the compiler needs no synchronization on GPUs.
+
+    Returns:
+        The program, which takes the form's arguments.
+    """
 
     def call(_, carry):
         """Returns arguments and results, `carry`, of the next call."""
@@ -197,13 +291,26 @@ def _program_seconds(form: Form, calls: int, measurements: int = 1) -> list[floa
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(form.function, *arguments))
         return jax.lax.fori_loop(0, calls, call, (arguments, zeros))[1]
 
-    jax.block_until_ready(program(*form.arguments))
-    seconds = []
-    for _ in range(measurements):
+    return program.lower(*form.arguments).compile()
+
+
+def median_seconds(function: Callable[[], Any]) -> float:
+    """Returns the median time of a function's device work, after a first call."""
+    jax.block_until_ready(function())
+    seconds: list[float] = []
+    while len(seconds) < MEASUREMENTS and sum(seconds) < MAX_SECONDS:
         begin = time.perf_counter()
-        jax.block_until_ready(program(*form.arguments))
+        jax.block_until_ready(function())
         seconds.append(time.perf_counter() - begin)
-    return seconds
+    return statistics.median(seconds)
+
+
+def make_parser(title: str | None) -> argparse.ArgumentParser:
+    """Returns a parser of the options that all benchmarks have, with a title."""
+    parser = argparse.ArgumentParser(description=title)
+    parser.add_argument("--quick", action="store_true", help="small shapes, to test that all forms run")
+    parser.add_argument("--output", type=pathlib.Path, help="file of JSON lines for the rows")
+    return parser
 
 
 def _table_line(row: Mapping[str, Any]) -> str:
@@ -211,7 +318,7 @@ def _table_line(row: Mapping[str, Any]) -> str:
     if seconds is None:
         cells: Sequence[str] = (f"cannot run here: {row['problem']}", "", "", "")
     else:
-        relative = "" if row["best_other"] is None else f"{row['times_best_other']:.2f}x"
-        rate = f"{row['bytes'] / seconds / 1e9:.0f}"
-        cells = (f"{1e3 * seconds:.3f}", rate, f"{100 * row['share_of_limit']:.0f}%", relative)
-    return "| " + " | ".join((row["case"], row["form"], *cells)) + " |"
+        error = "" if row["error"] is None else f"{row['error']:.1e}"
+        cells = (f"{1e3 * seconds:.3f}", f"{row['bytes'] / seconds / 1e9:.0f}", f"{100 * row['share_of_limit']:.0f}%")
+        cells = (*cells, error)
+    return "| " + " | ".join((row["op"], row["case"], row["form"], *cells)) + " |"

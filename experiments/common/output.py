@@ -13,6 +13,8 @@ from experiments.common.statistics import Estimate
 from kvjax_models import atomic_io
 
 Figure = dict[str, Any]
+# The labels of a measurement, and its values by metric: numbers or estimates.
+Measured = tuple[dict[str, Any], dict[str, Any]]
 
 
 def figure(metric: str, value: float | Estimate, **labels: Any) -> Figure:
@@ -36,6 +38,12 @@ def write_figures(path: pathlib.Path, figures: Sequence[Figure]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     common = {"version": kvjax.__version__, "device": jax.devices()[0].device_kind}
     atomic_io.write_text(path, json.dumps([one | common for one in figures], indent=1) + "\n")
+
+
+def append_row(path: pathlib.Path, row: Mapping[str, Any]) -> None:
+    """Appends a row to a file of JSON lines; it is on disk when this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic_io.append_line(path, json.dumps(row))
 
 
 def as_text(one: Mapping[str, Any]) -> str:

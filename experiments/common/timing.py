@@ -1,27 +1,34 @@
-"""Times of prefill, compression, selection and decode steps, and the limits of the machine."""
+"""Times of prefill, compression, selection and decode steps."""
 
+import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax.combinators.host_memory import HostMemoryState
 from kvjax.policy import merge_requirements
 from kvjax.quantization import readable
 from kvjax.segment import BlockStoreRead
+from kvjax_models.generation import lowering
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill import PrefilledLayer, compress_layer, embed, prefill_layers
 from kvjax_models.generation.repetition import make_repetitions, repeat_layer
-from kvjax_models.generation.state import GenerationState
+from kvjax_models.generation.state import GenerationState, commit_to_device, compact_layer
 from kvjax_models.model.llama import Llama, parameter_bytes
+from pallas_kernels.benchmarking import describe
 
+T = TypeVar("T")
 SELECTIONS = 64  # queries of one timed program, so that its launch is negligible
+COMPILER_THREADS = 8
 
 
 def timed(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
@@ -52,19 +59,6 @@ def program_bytes(compiled: jax.stages.Compiled) -> int:
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes + outputs
 
 
-def memory_bandwidth() -> float:
-    """Returns the bytes per second of a reduction over 512 MiB (4 GiB on accelerators)."""
-    array = jnp.ones((8 if jax.default_backend() == "cpu" else 64, 2**24), jnp.float32)
-    return array.nbytes / float(np.min(seconds(jax.jit(jnp.sum), array)))
-
-
-def matmul_rate(dtype: jax.typing.DTypeLike) -> float:
-    """Returns the floating-point operations per second of a large matrix product."""
-    side = 2048 if jax.default_backend() == "cpu" else 8192
-    matrix = jnp.ones((side, side), dtype)
-    return 2 * side**3 / float(np.min(seconds(jax.jit(lambda a: a @ a), matrix)))
-
-
 def weight_bytes(model: Llama) -> int:
     """Returns the bytes of weights that a decode step reads; of an untied embedding it reads one row."""
     return parameter_bytes(model) - (0 if model.config.tied_embeddings else model.embedding.embedding[...].nbytes)
@@ -85,39 +79,167 @@ class Writer:
         return self.state
 
 
-class TimedPrefill:
+def make_rows(generator: Generator, state: GenerationState, rows: int) -> GenerationState:
+    """Returns a state with copies of a state's only row.
+
+    Args:
+        generator: generator of the state.
+        state: a state with one row, which is not donated.
+        rows: number of rows.
+    """
+    return state if rows == 1 else commit_to_device(_repeat_rows(state, rows), generator.mesh)
+
+
+@functools.partial(jax.jit, static_argnames=("rows",))
+def _repeat_rows(state: GenerationState, rows: int) -> GenerationState:
+    return kvjax.repeat_rows(state, rows)
+
+
+def lower_sequence(
+    generator: Generator,
+    state: GenerationState,
+    layer: PrefilledLayer,
+    lengths: Int[Array, "B"],
+    rows: int,
+    sharding: jax.sharding.Sharding,
+) -> dict[str, Callable[[], jax.stages.Lowered]]:
+    """Returns functions that lower the programs of a sequence after the prefill of its layers.
+
+    Args:
+        generator: generator with one batch row.
+        state: an empty state, or its shapes.
+        layer: results of the prefill of one layer, or their shapes.
+        lengths: length of the prompt.
+        rows: copies of the sequence that decode together.
+        sharding: sharding of one device.
+
+    Returns:
+        By name: the compression and compaction of every kind of layer, and a block of decode steps.
+    """
+    kinds: dict[Any, int] = {}
+    for number, cache in enumerate(state.layers):
+        leaves, structure = jax.tree.flatten(cache)
+        kinds.setdefault((structure, tuple((x.shape, x.dtype) for x in leaves)), number)
+    decoded = state
+    if rows > 1:
+        shapes = jax.eval_shape(functools.partial(_repeat_rows, rows=rows), state)
+        decoded = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
+    is_abstract = not isinstance(state.positions, jax.Array)
+    programs: dict[str, Callable[[], jax.stages.Lowered]] = {
+        "decode": functools.partial(
+            lowering.lower_decode, generator.with_batch(rows), decoded, sharding if is_abstract else None
+        )
+    }
+    for number in kinds.values():
+        programs[f"compression of layer {number}"] = functools.partial(
+            lowering.lower_compression, state.layers[number], state.counters, layer, lengths
+        )
+        programs[f"compaction of layer {number}"] = functools.partial(
+            compact_layer.lower, decoded.layers[number], decoded.counters
+        )
+    return programs
+
+
+class TimedPrefill(Generic[T]):
     """Exact prefill of one random prompt, layer by layer, into the caches of several generators.
 
     Attributes:
-        states: the states, which `run` replaces.
+        states: the states by setting, empty before `run`.
+        problems: messages of the settings that failed; they are left out.
     """
 
-    def __init__(self, model: Llama, generators: Sequence[Generator], context: int, chunk: int, seed: int):
-        """Creates the prompt.
+    def __init__(self, model: Llama, generators: Mapping[T, Generator], context: int, chunk: int, seed: int):
+        """Creates the prompt and empty states.
 
         Args:
             model: the decoder.
-            generators: generators of the model with one batch row.
+            generators: generators of the model with one batch row, by setting.
             context: tokens of the prompt.
             chunk: tokens per chunk of exact prefill.
             seed: seed of the prompt and the policies.
         """
         self.model, self.generators, self.context, self.chunk, self.seed = model, generators, context, chunk, seed
-        self.states: list[GenerationState] = []
+        self.problems: dict[T, str] = {}
+        self.states: dict[T, GenerationState] = {}
         self.prompt = np.zeros((1, -(-context // chunk) * chunk), np.int32)
         self.prompt[0, :context] = np.random.default_rng(seed).integers(0, model.config.vocab_size, context)
         self.lengths = jnp.full(1, context, jnp.int32)
-        self.repeat = merge_requirements([policy for one in generators for policy in one.policies]).repetition
+        policies = [policy for one in generators.values() for policy in one.policies]
+        self.repeat = merge_requirements(policies).repetition
+        self._create_states()
 
-    def run(self) -> Iterator[tuple[float, list[float]]]:
+    def compile(self, rows: Mapping[T, int]) -> dict[T, jax.stages.Compiled]:
+        """Computes one layer, and compiles the programs of all settings at the same time.
+
+        Args:
+            rows: copies of the prompt's sequence that decode together.
+
+        Returns:
+            The program of a block of decode steps of every setting; settings whose programs cannot be compiled are
+            left out.
+        """
+        _, layer, _ = next(self._layers())
+        compiled = {}
+        with ThreadPoolExecutor(COMPILER_THREADS) as pool:
+            jobs = {
+                setting: [
+                    pool.submit(lambda lower: lower().compile(), lower)
+                    for lower in self._programs(setting, layer, rows[setting]).values()
+                ]
+                for setting in self.states
+            }
+            for setting, programs in jobs.items():
+                with self.recorded_problem(setting):
+                    compiled[setting], *_ = [program.result() for program in programs]
+        return {setting: program for setting, program in compiled.items() if setting in self.states}
+
+    def run(self) -> Iterator[tuple[float, dict[T, float]]]:
         """Processes the prompt.
 
         Yields:
             For every layer, the seconds of its prefill, and of its compression by every generator. Policies that score
             with repetitions of the prompt include the seconds of the repetition.
         """
-        self.states = [generator.init_state(self.seed) for generator in self.generators]
-        layers = self._layers()
+        if any(np.asarray(state.positions).any() for state in self.states.values()):
+            self._create_states()
+        for number, (prefill_seconds, layer, repeat_seconds) in enumerate(self._layers()):
+            compression = {}
+            for setting in list(self.states):
+                with self.recorded_problem(setting):
+                    compression[setting] = self._compress(setting, number, layer, repeat_seconds)
+            yield prefill_seconds, compression
+
+    @contextlib.contextmanager
+    def recorded_problem(self, *settings: T) -> Iterator[None]:
+        """Leaves settings out if the body raises, so that they do not end the measurement of the others."""
+        try:
+            yield
+        except Exception as error:
+            for setting in settings:
+                self.problems[setting] = describe(error)
+                self.states.pop(setting, None)
+
+    def _create_states(self) -> None:
+        self.states = {}  # frees the memory of earlier states first
+        for setting, generator in self.generators.items():
+            if setting not in self.problems:
+                with self.recorded_problem(setting):
+                    self.states[setting] = commit_to_device(generator.init_state(self.seed), generator.mesh)
+
+    def _programs(self, setting: T, layer: PrefilledLayer, rows: int) -> dict[str, Callable[[], jax.stages.Lowered]]:
+        state = self.states[setting]
+        return lower_sequence(self.generators[setting], state, layer, self.lengths, rows, state.positions.sharding)
+
+    def _layers(self) -> Iterator[tuple[float, PrefilledLayer, float]]:
+        """Yields for every layer the seconds of its prefill, its results, and the seconds of its repetition."""
+        num_queries = [
+            max(
+                one.policies[number].requires.num_prompt_queries(self.prompt.shape[1])
+                for one in self.generators.values()
+            )
+            for number in range(self.model.config.layers)
+        ]
+        layers = prefill_layers(self.model, self.prompt, self.lengths, self.chunk, num_queries)
         sizes: Any = None
         x: Any = None
         if self.repeat is not None:
@@ -132,24 +254,16 @@ class TimedPrefill:
                 args = (self.repeat, rotary, None, False, x, layer.keys, layer.values, self.lengths, sizes)
                 repeat_seconds, (x, repeated) = timed(repeat_layer, self.model.layers[number], *args)
                 layer = layer._replace(repeated=repeated)
-            indices = range(len(self.states))
-            yield prefill_seconds, [self._compress(index, number, layer, repeat_seconds) for index in indices]
+            yield prefill_seconds, layer, repeat_seconds
 
-    def _layers(self) -> Iterator[PrefilledLayer]:
-        num_queries = [
-            max(one.policies[number].requires.num_prompt_queries(self.prompt.shape[1]) for one in self.generators)
-            for number in range(self.model.config.layers)
-        ]
-        return prefill_layers(self.model, self.prompt, self.lengths, self.chunk, num_queries)
-
-    def _compress(self, index: int, number: int, layer: PrefilledLayer, repeat_seconds: float) -> float:
-        """Compresses a layer into a generator's state and returns the seconds."""
-        state = self.states[index]
+    def _compress(self, setting: T, number: int, layer: PrefilledLayer, repeat_seconds: float) -> float:
+        """Compresses a layer into a setting's state and returns the seconds."""
+        state = self.states[setting]
         cache = state.layers[number]
         elapsed, (compressed, counters, _) = timed(compress_layer, cache, state.counters, layer, self.lengths)
         layers = (*state.layers[:number], compressed, *state.layers[number + 1 :])
         is_last = number == len(layers) - 1  # the counters are shared by all layers
-        self.states[index] = dataclasses.replace(
+        self.states[setting] = dataclasses.replace(
             state, layers=layers, counters=counters if is_last else state.counters, positions=jnp.copy(self.lengths)
         )
         return elapsed + (0.0 if cache.policy.requires.repetition is None else repeat_seconds)

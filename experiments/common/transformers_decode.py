@@ -1,25 +1,30 @@
-"""Decode steps of transformers with its DynamicCache, for comparison. Needs torch and transformers."""
+"""Decode steps of transformers, for comparison. Needs torch and transformers."""
 
-import pathlib
-import tempfile
-from typing import Any
+from typing import Any, Literal
 
-import jax.numpy as jnp
+from kvjax_models.formats.config_json import to_config_json
+from kvjax_models.model.config import LlamaConfig
 
-from kvjax_models.formats import huggingface
-from kvjax_models.model.llama import Llama
+CacheKind = Literal["dynamic", "static", "static in a CUDA graph"]
+CACHES: tuple[CacheKind, ...] = ("dynamic", "static", "static in a CUDA graph")
 
 
 class TransformersWriter:
-    """Decodes `tokens` tokens per call, greedily, after a context of random keys and values."""
+    """Decodes `tokens` tokens per call, greedily, after a context of random keys and values.
 
-    def __init__(self, model: Llama, context: int, tokens: int):
-        """Converts the model and fills the cache.
+    Weights are random and created on torch's device: a GPU if there is one. Attention is torch's fused one ("sdpa").
+    """
+
+    def __init__(self, config: LlamaConfig, dtype: str, context: int, tokens: int, cache: CacheKind = "dynamic"):
+        """Creates the model and fills the cache.
 
         Args:
-            model: the decoder; the same weights and dtype are used.
+            config: sizes of the decoder.
+            dtype: dtype of weights and cache.
             context: tokens in the cache before the first call.
             tokens: tokens per call.
+            cache: `DynamicCache`, `StaticCache`, or `StaticCache` with one captured step that every call repeats at the
+                same position; it reads the entire cache, as every step does.
 
         Raises:
             ImportError: if torch or transformers is not installed.
@@ -27,25 +32,50 @@ class TransformersWriter:
         import torch
         import transformers
 
-        transformers.utils.logging.disable_progress_bar()
-        config, dtype = model.config, getattr(torch, str(jnp.dtype(model.embedding.param_dtype)))
-        with tempfile.TemporaryDirectory() as directory:
-            huggingface.save_model(pathlib.Path(directory), model)
-            self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
-        self._cache, self._tokens = transformers.DynamicCache(), tokens
-        for layer in range(config.layers):
-            keys, values = torch.randn((2, 1, config.kv_heads, context, config.head_dim), dtype=dtype)
-            self._cache.update(keys, values, layer)
-        self._token = torch.zeros((1, 1), dtype=torch.long)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        values = transformers.AutoConfig.for_model(**to_config_json(config))
+        with torch.device(device):
+            self.model: Any = transformers.AutoModelForCausalLM.from_config(
+                values, attn_implementation="sdpa", dtype=getattr(torch, dtype)
+            ).eval()
+        # Room for a run that warms up and the runs of a measurement.
+        room = context + 16 * tokens
+        self.cache = (
+            transformers.DynamicCache(config=values)
+            if cache == "dynamic"
+            else transformers.StaticCache(config=values, max_cache_len=room)
+        )
+        self.tokens, self.token = tokens, torch.zeros((1, 1), dtype=torch.long, device=device)
+        shape = (2, 1, config.kv_heads, context, config.head_dim)
+        with torch.inference_mode():
+            for layer in range(config.layers):
+                self.cache.update(*torch.randn(shape, dtype=getattr(torch, dtype), device=device), layer)
+            self._step = self._capture(context) if cache == CACHES[2] else self._decode
 
     def __call__(self) -> list[int]:
-        """Decodes the next tokens and returns them."""
+        """Decodes the next tokens and returns the last one, which waits for the device."""
         import torch
 
-        tokens = []
-        with torch.no_grad():
-            for _ in range(self._tokens):
-                logits = self._model(self._token, past_key_values=self._cache).logits
-                self._token = logits[:, -1:].argmax(-1)
-                tokens.append(int(self._token))
-        return tokens
+        with torch.inference_mode():
+            for _ in range(self.tokens):
+                self._step()
+        return self.token[0].tolist()
+
+    def _decode(self, **options: Any) -> None:
+        logits = self.model(self.token, past_key_values=self.cache, **options).logits
+        self.token.copy_(logits[:, -1:].argmax(-1))
+
+    def _capture(self, context: int) -> Any:
+        """Returns a function that repeats one captured step."""
+        import torch
+
+        options = {"position_ids": torch.full((1, 1), context, dtype=torch.long, device="cuda")}
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._decode(**options)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._decode(**options)
+        return graph.replay

@@ -54,6 +54,7 @@ class Shape(benchmarking.Shape):
 QUICK = (Shape(1, 64, heads=2, head_dim=64),)
 # Blocks of prompts of 16,384 and of 2,048 tokens, and of the single-layer study.
 PRODUCTION = (Shape(128, 128), Shape(16, 128), Shape(64, 256), Shape(128, 128, head_dim=64))
+MEASURED = (Shape(128, 128),)
 
 if __name__ == "__main__":
     benchmarking.main("balanced_walk", QUICK, PRODUCTION)

@@ -93,6 +93,7 @@ PRODUCTION = (
     Shape(8, 256, heads=32, queries=1),
     Shape(1, 512, blocks=8192),
 )
+MEASURED = (Shape(32, 256), Shape(8, 256, heads=32, queries=1))
 
 if __name__ == "__main__":
     benchmarking.main("cluster_recall", QUICK, PRODUCTION)

@@ -53,6 +53,7 @@ PRODUCTION = (
     Shape(8, 16384, dtype=jnp.bfloat16),
     Shape(8, 16384, chunk_size=1024),
 )
+MEASURED = (Shape(8, 32768),)
 
 if __name__ == "__main__":
     benchmarking.main("soft_match", QUICK, PRODUCTION)

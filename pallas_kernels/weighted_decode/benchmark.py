@@ -142,6 +142,16 @@ PRODUCTION = (
     Shape(64, 4096, logits=True),
     Shape(8, 16384, queries=1, heads=32),
 )
+# Full caches of one and of eight rows, weighted entries, narrow formats, small heads, and attention weights.
+MEASURED = (
+    Shape(8, 32768),
+    Shape(1, 131072),
+    Shape(8, 16384, weighted=True),
+    Shape(8, 32768, dtype=jnp.int8),
+    Shape(8, 32768, bits=4),
+    Shape(8, 32768, head_dim=64),
+    Shape(8, 16384, logits=True),
+)
 
 if __name__ == "__main__":
     benchmarking.main("weighted_decode", QUICK, (*CACHES, *OTHERS))

@@ -6,11 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-import kvjax
 from experiments import evaluate, peers, presses, tasks
 from experiments.common.rows import read_rows
 from experiments.common.transformers_decode import TransformersWriter
-from kvjax_models.generation.generator import Generator
 from tests.experiments.support import request
 from tests.models import tiny
 
@@ -107,12 +105,11 @@ def test_answers_equal_the_pipeline_of_kvpress(tmp_path):
     process.close()
 
 
-def test_transformers_decodes_the_same_tokens():
-    pytest.importorskip("torch"), pytest.importorskip("transformers")
-    llm = tiny.make_llm()
-    writer = TransformersWriter(llm.model, context=0, tokens=6)
-    generator = Generator(llm.model, kvjax.Exact(), batch=1, max_prompt_tokens=8, max_new_tokens=16)
-    state = generator.prefill(generator.init_state(), [[0]])
-    expected = np.concatenate([block for _, block in generator.decode(state, 12)], axis=1)[0].tolist()
-    assert writer() + writer() == expected
-    assert TransformersWriter(llm.model, context=20, tokens=2)()  # the context is random
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_transformers_decodes_with_its_caches(cache):
+    torch, _ = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    writer = TransformersWriter(tiny.make_config(), "float32", context=20, tokens=3, cache=cache)
+    keys = writer.cache.layers[0].keys
+    assert len(writer()) == len(writer()) == 1
+    assert writer.cache.get_seq_length() == 26
+    torch.testing.assert_close(writer.cache.layers[0].keys[:, :, :20], keys[:, :, :20])

@@ -9,21 +9,24 @@ import time
 
 import pytest
 
-from experiments import device, speed, throughput
-from experiments.common import ROOT, shapes
+from experiments import device, speed, throughput, transformers_speed
+from experiments.common import ROOT, flags, shapes
 from experiments.common.caches import Setting
 from experiments.device import Step
+from pallas_kernels import benchmarking
 from tests.experiments.support import command, figures
 from tests.models import tiny
 
 
 def test_latency_is_relative_to_the_full_cache(tmp_path, monkeypatch):
     monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
-    monkeypatch.setattr(speed.timing, "memory_bandwidth", lambda: 1e10)
-    monkeypatch.setattr(speed.timing, "matmul_rate", lambda dtype: 1e10)
+    limit_briefly(monkeypatch)
     policies = ("snapkv:window_size=16,compact_every=8", "clusterkv:compact_every=8", "kvzip:compact_every=8")
     options = {"shape": "tiny", "policy": policies, "budget": ("70%",), "context_tokens": (300,), "tokens": 2}
-    speed.main(speed.Options(**options, repetitions=6, prefill_chunk=64, output_dir=str(tmp_path)))
+    results = tmp_path / "results.jsonl"
+    speed.main(
+        speed.Options(**options, repetitions=6, prefill_chunk=64, output_dir=str(tmp_path), results=str(results))
+    )
     found = {(one["setting"], one["metric"]): one for one in figures(tmp_path / "latency.json")}
     assert {metric for _, metric in found} >= {"memory_bandwidth_gb_s", "matmul_gflops", "ms_per_token_of_weights"}
     for policy in policies:
@@ -41,6 +44,47 @@ def test_latency_is_relative_to_the_full_cache(tmp_path, monkeypatch):
     assert found["exact", "end_to_end_ratio"]["value"] == 1 and found[setting, "end_to_end_ratio"]["value"] > 0
     with pytest.raises(ValueError, match="repetitions=5 must be at least 6"):
         speed.Options(repetitions=5)
+    limits, *rows = device.read_rows(results)
+    assert limits["memory_bandwidth_gb_s"] == 10 and [row["setting"] for row in rows] == [
+        "exact",
+        *(f"{policy} @ 70%" for policy in policies),
+    ]
+    assert all(row["rows"] == 1 and row["launches_per_layer"] > 0 for row in rows)
+
+
+def limit_briefly(monkeypatch):
+    monkeypatch.setattr(benchmarking, "memory_bandwidth", lambda: 1e10)
+    monkeypatch.setattr(benchmarking, "product_rate", lambda dtype: 1e10)
+
+
+def test_copies_of_one_sequence_decode_together_and_a_failure_ends_no_other_setting(tmp_path, monkeypatch):
+    monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
+    limit_briefly(monkeypatch)
+    compress = speed.timing.TimedPrefill._compress
+
+    def fails(self, setting, *args):
+        if setting.policy == "tova":
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory\nmore")
+        return compress(self, setting, *args)
+
+    monkeypatch.setattr(speed.timing.TimedPrefill, "_compress", fails)
+    results = tmp_path / "results.jsonl"
+    options = {"shape": "tiny", "policy": ("tova", "streaming_llm"), "budget": ("40%",), "context_tokens": (200,)}
+    speed.main(
+        speed.Options(
+            **options,
+            tokens=8,
+            repetitions=6,
+            batch=2,
+            equal_memory=True,
+            output_dir=str(tmp_path),
+            results=str(results),
+        )
+    )
+    _, exact, streaming, tova = device.read_rows(results)
+    assert tova["problem"] == "RuntimeError: RESOURCE_EXHAUSTED: out of memory" and tova["setting"] == "tova @ 40%"
+    assert exact["rows"] == 2 and streaming["rows"] >= 4
+    assert streaming["tokens_per_second"][0] > 0 and "ms_per_token_ratio" in streaming
 
 
 def test_no_token_ends_a_timed_text(monkeypatch):
@@ -64,14 +108,14 @@ def test_prefill_includes_all_passes_of_a_policy(tmp_path, monkeypatch):
 def test_every_policy_uses_the_memory_of_the_full_cache(capsys):
     settings = [Setting("exact"), Setting("streaming_llm", "25%"), Setting("quest", "64"), Setting("kvzip", "2")]
     sizes = throughput.Sizes(192, 64, full_rows=2, repetitions=2, seed=0)
-    found = {(one["metric"], one["setting"]): one for one in throughput.measure(tiny.make_llm(), settings, sizes)}
+    measured = {labels["setting"]: values for labels, values in throughput.measure(tiny.make_llm(), settings, sizes)}
     assert "kvzip @ 2 is left out: " in capsys.readouterr().out
-    rows = {setting: found["rows", setting]["value"] for metric, setting in found if metric == "rows"}
+    rows = {setting: values["rows"] for setting, values in measured.items()}
     # Retrieval keeps all tokens and the bounds of pages.
     assert rows["exact"] == 2 and rows["streaming_llm @ 25%"] >= 5 and rows["quest @ 64"] == 1
-    ratio = found["requests_per_second_ratio", "streaming_llm @ 25%"]
-    assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
-    assert found["requests_per_second_ratio", "exact"]["value"] == pytest.approx(1)
+    ratio = measured["streaming_llm @ 25%"]["requests_per_second_ratio"]
+    assert 0 < ratio.low <= ratio.value <= ratio.high
+    assert measured["exact"]["requests_per_second_ratio"].value == pytest.approx(1)
 
 
 def test_shapes_are_found_by_name_and_directory():
@@ -82,37 +126,44 @@ def test_shapes_are_found_by_name_and_directory():
         shapes.find_shape("x")
 
 
-def python(text, name="step", minutes=1.0):
+def python(tmp_path, text, name="step", seconds=60.0):
     """Returns a step that runs a program."""
-    return Step(name, ("-c", text), minutes)
+    (tmp_path / f"{name}_program.py").write_text(text)
+    return Step(name, f"{name}_program", (), seconds, {"PYTHONPATH": str(tmp_path)})
 
 
-def test_finished_steps_are_skipped_and_failures_stop_no_other_step(tmp_path, monkeypatch):
+def test_failures_of_steps_stop_no_other_step(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "MIN_SECONDS", 0.0)
-    count = tmp_path / "count"
-    add = f"open({str(count)!r}, 'a').write('x')"
+    row = "import json, sys; open(sys.argv[2], 'a').write(json.dumps({'measure': 'test', 'test': 'a|b'}) + '\\n')"
     requested = [
-        python(add, "first"),
-        python(f"{add}; raise SystemExit(3)", "fails"),
-        python(f"{add}; import time; time.sleep(60)", "slow", 0.05),
-        python(add, "last"),
+        python(tmp_path, row, "first"),
+        python(tmp_path, "raise SystemExit(3)", "fails"),
+        python(tmp_path, "import time; time.sleep(60)", "slow", 1.0),
+        python(tmp_path, row, "last"),
     ]
-    messages = device.run_steps(requested, tmp_path / "run", minutes=2)
-    assert messages["first"] == messages["last"] == "done" and messages["fails"].startswith("failed (3): see ")
-    assert messages["slow"].startswith("exceeded its limit after ") and count.read_text() == "xxxx"
-    device.run_steps(requested, tmp_path / "run", minutes=2)
-    assert count.read_text() == "xxxxxx"
-    assert device.run_steps([*requested, python(add, "more")], tmp_path / "run", minutes=-1)["more"] == "no time left"
+    device.run_steps(requested, tmp_path / "run", seconds=60)
+    rows = device.read_rows(tmp_path / "run" / "results.jsonl")
+    assert [one["measure"] for one in rows] == ["test", "step", "step", "step", "test", "step"]
+    problems = {one["step"]: one["problem"] for one in rows if one["measure"] == "step"}
+    assert problems == {"first": None, "fails": "exit code 3; see log.txt", "slow": "stopped after 1 s", "last": None}
+    summary = (tmp_path / "run" / "summary.md").read_text()
+    assert summary.count("a/b") == 2 and "stopped after 1 s" in summary
+    device.run_steps(requested[:1], tmp_path / "other", seconds=-1)
+    (skipped,) = device.read_rows(tmp_path / "other" / "results.jsonl")
+    assert skipped["problem"] == "no time left"
+    with pytest.raises(ValueError, match="--step=x is not one of probe, tests, decode_32k"):
+        device.main(device.Options(step=("x",)))
 
 
 def test_sigterm_ends_the_running_step(tmp_path):
     pid = tmp_path / "pid"
-    sleeps = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    python(tmp_path, f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)", "slow")
     program = f"""
 import pathlib, signal
 from experiments import device
 signal.signal(signal.SIGTERM, device._stop)
-device.run_steps([device.Step("slow", ("-c", {sleeps!r}), 1.0)], pathlib.Path({str(tmp_path)!r}), 1)
+step = device.Step("slow", "slow_program", (), 60.0, {{"PYTHONPATH": {str(tmp_path)!r}}})
+device.run_steps([step], pathlib.Path({str(tmp_path)!r}), 60)
 """
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
     while process.poll() is None and not (pid.exists() and pid.read_text()):
@@ -124,9 +175,22 @@ device.run_steps([device.Step("slow", ("-c", {sleeps!r}), 1.0)], pathlib.Path({s
         os.kill(int(pid.read_text()), 0)
 
 
+def test_the_plan_has_the_flags_of_its_modules():
+    for quick in (False, True):
+        for step in device.steps(quick):
+            if step.module == "experiments.speed":
+                options = flags.parse(speed.Options, step.flags)
+                assert options.settings[0].policy == "exact" and len(options.context_tokens) == 1
+            elif step.module == "experiments.transformers_speed":
+                flags.parse(transformers_speed.Options, step.flags)
+    names = [step.name for step in device.steps()]
+    assert len(set(names)) == len(names)
+
+
 @pytest.mark.heavy
-def test_the_quick_script_runs(tmp_path):
-    done = command("experiments.device", "--quick=true", f"--output_dir={tmp_path}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(": done") == len((tmp_path / "steps.jsonl").read_text().splitlines())
-    assert (tmp_path / "throughput" / "throughput.json").stat().st_size > 100
+def test_the_quick_plan_runs(tmp_path):
+    done = command("experiments.device", "--quick=true", "--seconds=1000", f"--output_dir={tmp_path}")
+    rows = device.read_rows(tmp_path / "results.jsonl")
+    problems = [row for row in rows if row["measure"] == "step" and row["problem"]]
+    assert done.returncode == 0 and not problems, done.stdout + done.stderr
+    assert {row["setting"] for row in rows if row["measure"] == "latency"} >= {"exact", "snapkv @ 25%", "exact, int8"}

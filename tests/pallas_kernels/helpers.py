@@ -16,15 +16,17 @@ from pallas_kernels.partials import MASK_VALUE
 # The slow interpreter simulates memory spaces: it raises on races and on reads out of bounds, and memory that was not
 # written is NaN.
 CHECKED = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="raise")
-HAS_GPU_INTERPRETER = hasattr(plgpu, "InterpretGPUParams")
-needs_gpu_interpreter = pytest.mark.skipif(not HAS_GPU_INTERPRETER, reason="the GPU interpreter needs JAX 0.11")
+ON_GPU = jax.default_backend() == "gpu"
+RUNS_GPU_KERNELS = ON_GPU or hasattr(plgpu, "InterpretGPUParams")
+# `pytest -m gpu_kernel` runs the tests of kernels for GPUs: compiled on a GPU, interpreted elsewhere (JAX 0.11).
+gpu_kernel = pytest.mark.gpu_kernel
 GPU: dict[str, Any] = {"implementation": "mosaic_gpu"}
-if HAS_GPU_INTERPRETER:
+if RUNS_GPU_KERNELS and not ON_GPU:
     GPU["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
 
 
 def make_forms(config: Any, **xla: Any) -> dict[str, dict[str, Any]]:
-    """Returns options of an op per form: XLA, the TPU kernel in both interpreters, and the kernel of this machine."""
+    """Returns options of an op per form: XLA, the TPU kernel in both interpreters, and on accelerators the default."""
     tpu = {"implementation": "mosaic_tpu", "config": config}
     forms = {
         "xla": {"implementation": "xla", **xla},

@@ -13,7 +13,7 @@ from pallas_kernels import batching
 from pallas_kernels.balanced_walk import Block, TpuConfig, assign_signs
 from tests.pallas_kernels import helpers, traffic
 
-FORMS = helpers.make_forms(TpuConfig()) | ({"mosaic_gpu": helpers.GPU} if helpers.HAS_GPU_INTERPRETER else {})
+FORMS = helpers.make_forms(TpuConfig()) | ({"mosaic_gpu": helpers.GPU} if helpers.RUNS_GPU_KERNELS else {})
 every_form = pytest.mark.parametrize("form", FORMS)
 quick_form = pytest.mark.parametrize("form", [form for form in FORMS if form != "mosaic_tpu_checked"])
 # Within this distance of its probability, a draw may be decided by rounding; so may the nearer of two distances.
@@ -113,7 +113,7 @@ def test_large_norms_cause_no_overflow(form):
     "options",
     [
         *({**FORMS["mosaic_tpu"], "config": TpuConfig(blocks_per_step)} for blocks_per_step in (1, 4)),
-        pytest.param(helpers.GPU, marks=helpers.needs_gpu_interpreter),
+        pytest.param(helpers.GPU, marks=helpers.gpu_kernel),
     ],
     ids=["1 block", "4 blocks", "gpu"],
 )

@@ -11,28 +11,47 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
-from pallas_kernels import benchmarking
+from pallas_kernels import benchmark_all, benchmarking
+from pallas_kernels.partials import MASK_VALUE, Partials
 from tests.kvjax.support import each
 
 OPS = [one.name for one in pkgutil.iter_modules(pallas_kernels.__path__) if one.ispkg]
 
 
+@pytest.fixture(autouse=True)
+def _measure_briefly(monkeypatch):
+    for name, value in (("MIN_SECONDS", 1e-9), ("BANDWIDTH_BYTES", 2**20), ("PRODUCT_WIDTH", 512), ("MEASUREMENTS", 2)):
+        monkeypatch.setattr(benchmarking, name, value)
+
+
 @pytest.mark.parametrize("op", each(OPS, quick=("weighted_decode",)))
 def test_every_op_has_a_benchmark_that_runs(op, tmp_path, monkeypatch, capsys):
-    module = importlib.import_module(f"pallas_kernels.{op}.benchmark")
-    monkeypatch.setattr(benchmarking, "MIN_SECONDS", 0.0)
-    monkeypatch.setattr(benchmarking, "PRODUCT_WIDTH", 64)
-    monkeypatch.setattr(sys, "argv", ["benchmark", "--quick", f"--output={tmp_path / 'rows.json'}"])
+    module, output = importlib.import_module(f"pallas_kernels.{op}.benchmark"), tmp_path / "rows.jsonl"
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--quick", f"--output={output}"])
     benchmarking.main(op, module.QUICK, module.PRODUCTION)
-    rows = json.loads((tmp_path / "rows.json").read_text())
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert {"kvjax", "xla"} <= {row["form"] for row in rows}
     for row in rows:
-        assert row["bytes"] > 0 and row["limit"] > 0
+        assert row["op"] == op and row["bytes"] > 0 and row["limit"] > 0
         if row["form"] in ("kvjax", "xla"):
             assert row["seconds"] > 0, row["problem"]
             assert row["share_of_limit"] == pytest.approx(row["limit"] / row["seconds"])
+            # Blocks are selected by one form only, and random pages have scales of any size.
+            assert op in ("select_blocks", "paged_decode") or row["error"] < 0.02
     shown = capsys.readouterr().out
     assert all(row["case"] in shown for row in rows)
+    # Another start measures only the forms without a row.
+    output.write_text("".join(json.dumps(row) + "\n" for row in rows if row["form"] != "xla"))
+    benchmarking.main(op, module.QUICK[:1], module.PRODUCTION)
+    again = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["form"] for row in again[len(rows) - len(module.QUICK) :]] == ["xla"]
+
+
+def test_the_measured_shapes_exceed_the_cache_of_a_gpu():
+    modules = {op: importlib.import_module(f"pallas_kernels.{op}.benchmark") for op in benchmark_all.OPS}
+    for op, module in modules.items():
+        assert all(shape.bytes > 120e6 for shape in module.MEASURED), op
+    assert set(OPS) - modules.keys() == {"select_blocks", "paged_decode"}  # they read little, and are for TPUs only
 
 
 def test_a_program_makes_all_calls():
@@ -42,8 +61,18 @@ def test_a_program_makes_all_calls():
         # The compiler takes it for pure and could hoist the call.
         return jax.pure_callback(lambda x: calls.append(1) or x, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
-    benchmarking._program_seconds(benchmarking.Form(counted, (jnp.ones(4),)), calls=7, measurements=2)
-    assert len(calls) == 7 * 3  # once to compile
+    program = benchmarking.compile_calls(benchmarking.Form(counted, (jnp.ones(4),)), calls=7)
+    benchmarking.median_seconds(lambda: program(jnp.ones(4)))
+    assert len(calls) == 7 * 3  # one call warms up
+
+
+def test_errors_are_relative_to_the_reference():
+    expected = Partials(jnp.array([1.0, MASK_VALUE]), jnp.array([[2.0], [0.0]]), jnp.array([4.0, 0.0]))
+    shifted = Partials(jnp.array([0.0, MASK_VALUE]), jnp.e * expected.numerator, jnp.e * expected.denominator)
+    assert benchmarking.relative_error(shifted, expected) < 1e-6
+    wrong = expected._replace(numerator=1.5 * expected.numerator)
+    assert benchmarking.relative_error(wrong, expected) == pytest.approx(0.5)
+    assert benchmarking.relative_error(jnp.array([1, 2, 3, 4]), jnp.array([1, 2, 3, 5])) == 0.25
 
 
 def test_a_form_that_cannot_run_is_reported():
@@ -61,6 +90,5 @@ def test_a_form_that_cannot_run_is_reported():
             return fails if options else jnp.sum
 
     ours, other = benchmarking.measure(Sum())
-    assert ours["seconds"] is not None and ours["best_other"] is None
-    assert other["seconds"] is None and other["problem"] == "no such unit"
-    assert other["best_other"] == ours["seconds"]
+    assert ours["seconds"] is not None and ours["error"] is None  # the reference cannot run either
+    assert other["seconds"] is None and other["problem"] == "NotImplementedError: no such unit"

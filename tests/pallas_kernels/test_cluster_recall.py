@@ -23,8 +23,9 @@ FORMS = helpers.make_forms(SMALL) | {
     },
     "gpu": helpers.GPU,
 }
-checked_form = pytest.mark.parametrize("form", ("xla", "mosaic_tpu_checked"))
-quick_form = pytest.mark.parametrize("form", ("xla", "mosaic_tpu"))
+DEVICE = [form for form in FORMS if form == "device"]
+checked_form = pytest.mark.parametrize("form", ("xla", "mosaic_tpu_checked", *DEVICE))
+quick_form = pytest.mark.parametrize("form", ("xla", "mosaic_tpu", *DEVICE))
 # Relative to the largest sum: the error of rounding entries, queries and weights to the dtype.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "int8": 2e-6, "float8_e4m3fn": 2e-6}
 ONE_HEAD = {"batch": 1, "kv_heads": 1, "heads": 1}
@@ -138,7 +139,7 @@ def test_shapes_and_dtypes(form, head_dim, dtype):
     [
         *(("xla", 3, 2, 64), ("mosaic_tpu_checked", 4, 4, 128), ("mosaic_tpu", 2, 2, 256), ("mosaic_tpu", 4, 4, 96)),
         *(
-            pytest.param("gpu", *sizes, marks=helpers.needs_gpu_interpreter)
+            pytest.param("gpu", *sizes, marks=helpers.gpu_kernel)
             for sizes in ((4, 4, 128), (3, 3, 128), (4, 2, 128), (2, 2, 64))
         ),
     ],
@@ -269,7 +270,7 @@ def test_the_kernel_copies_blocks_that_are_read_once(name):
 
 
 @pytest.mark.parametrize("is_mapped", [True, False], ids=["stores", "one store"])
-@pytest.mark.parametrize("form", ["mosaic_tpu", pytest.param("gpu", marks=helpers.needs_gpu_interpreter)])
+@pytest.mark.parametrize("form", ["mosaic_tpu", pytest.param("gpu", marks=helpers.gpu_kernel)])
 def test_vmap_gives_one_kernel(form, is_mapped):
     inputs = make(heads=4, queries=2) if form == "mosaic_tpu" else make(**ONE_HEAD, selected=3)
     other = Inputs(2 * inputs.queries, jax.tree.map(lambda x: -x, inputs.blocks), 8 - inputs.block_indices,
@@ -301,7 +302,7 @@ GPU_CASES = {
 }
 
 
-@helpers.needs_gpu_interpreter
+@helpers.gpu_kernel
 @pytest.mark.parametrize("case", GPU_CASES)
 def test_the_gpu_kernel(case):
     sizes = {**ONE_HEAD, "blocks": 10} | GPU_CASES[case]
@@ -312,7 +313,7 @@ def test_the_gpu_kernel(case):
     compare(run_gpu(spoil_unread(inputs) if is_float else inputs, **config), inputs, tolerance)
 
 
-@helpers.needs_gpu_interpreter
+@pytest.mark.gpu_interpreter
 def test_the_gpu_kernel_copies_blocks_that_are_read_once():
     lengths = jnp.arange(20) % 5  # every fifth block is not read
     inputs = make(**ONE_HEAD, blocks=32, selected=20, head_dim=128, dtype="bfloat16", lengths=lengths)

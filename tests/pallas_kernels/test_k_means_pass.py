@@ -129,7 +129,7 @@ def test_the_kernel_reads_every_point_once(points, clusters, head_dim, other):
 
 
 # Several tiles of points and of clusters, of which the last is not full; unused centroids; other summands.
-@helpers.needs_gpu_interpreter
+@helpers.gpu_kernel
 @pytest.mark.parametrize(
     "points, clusters, head_dim, used, other, scale",
     [(100, 70, 64, 66, False, 1.0), (64, 5, 128, None, True, 1.0), (7, 9, 80, 3, False, 200.0)],
@@ -140,7 +140,7 @@ def test_the_gpu_kernels(points, clusters, head_dim, used, other, scale):
     compare(run_gpu(*inputs, used, summands), *inputs, used, summands)
 
 
-@helpers.needs_gpu_interpreter
+@helpers.gpu_kernel
 def test_vmap_gives_two_gpu_kernels():
     inputs = helpers.stack(helpers.stack(make(20, 3), make(20, 3, seed=1)))
     iterate = jax.vmap(jax.vmap(functools.partial(k_means, **helpers.GPU)))

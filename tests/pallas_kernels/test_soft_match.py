@@ -83,9 +83,7 @@ def test_keys_after_the_last_valid_one_are_ignored(form, num_keys):
     assert some.sum() == (num_keys + 1) // 2 - (num_keys % 32 == 1)
 
 
-@pytest.mark.parametrize(
-    "options", [*map(FORMS.get, QUICK), pytest.param(helpers.GPU, marks=helpers.needs_gpu_interpreter)]
-)
+@pytest.mark.parametrize("options", [*map(FORMS.get, QUICK), pytest.param(helpers.GPU, marks=helpers.gpu_kernel)])
 def test_the_first_of_equal_cosines_is_chosen(options):
     keys = jnp.eye(64)[np.random.default_rng(0).integers(0, 3, 256)].at[5].set(0.0)
     actual = soft_match(keys, 256, 256, **options)
@@ -104,7 +102,7 @@ def test_zero_keys_and_large_norms(form):
     "options, sizes, num_keys, slots, chunk_size",
     [
         (FORMS["mosaic_tpu"], (2, 3), [[100, 51, 0], [7, 100, 99]], 100, 32),
-        pytest.param(helpers.GPU, (1, 2), [[128, 77]], 128, 128, marks=helpers.needs_gpu_interpreter),
+        pytest.param(helpers.GPU, (1, 2), [[128, 77]], 128, 128, marks=helpers.gpu_kernel),
     ],
 )
 def test_vmap_gives_one_kernel(options, sizes, num_keys, slots, chunk_size):
@@ -123,7 +121,7 @@ def test_the_kernel_reads_every_key_once(slots, head_dim, dtype):
     traffic.check(traffic.moved(match, keys, run=False).total, keys.nbytes + 8 * slots // 2)
 
 
-@helpers.needs_gpu_interpreter
+@helpers.gpu_kernel
 @pytest.mark.parametrize(
     "slots, head_dim, dtype, chunk_size, num_keys",
     [

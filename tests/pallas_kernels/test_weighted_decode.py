@@ -316,7 +316,7 @@ def test_the_kernel_reads_occupied_blocks_once(slots, head_dim, dtype, block):
         pytest.param(
             run_gpu,
             [make(batch=1, heads=1, slots=64, seed=seed, stop=[50]) for seed in (0, 1)],
-            marks=helpers.needs_gpu_interpreter,
+            marks=helpers.gpu_kernel,
         ),
     ],
     ids=["tpu", "gpu"],
@@ -349,7 +349,7 @@ GPU_CASES = {
 }
 
 
-@helpers.needs_gpu_interpreter
+@helpers.gpu_kernel
 @pytest.mark.parametrize("case", GPU_CASES)
 def test_the_gpu_kernel(case):
     sizes = {"batch": 1, "heads": 1} | GPU_CASES[case]
@@ -366,7 +366,7 @@ def count_gpu_launches(jaxpr):
     return sum(equation.primitive.name == "mpmd_map" for equation in helpers.equations(jaxpr.jaxpr))
 
 
-@helpers.needs_gpu_interpreter
+@helpers.gpu_kernel
 @pytest.mark.parametrize("splits", [2, None])
 def test_the_gpu_kernel_has_one_launch_per_storage_format(splits):
     queries, stores = make_stores(({**STORES[0], "stop": [1, 264]}, *STORES[1:4]))
@@ -375,7 +375,7 @@ def test_the_gpu_kernel_has_one_launch_per_storage_format(splits):
     compare_union(traced.lower().compile()(queries, *stores), queries, stores)
 
 
-@helpers.needs_gpu_interpreter
+@helpers.gpu_kernel
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
 def test_the_gpu_kernel_multiplies_narrow_floats_of_any_scale(dtype, size):
@@ -394,7 +394,7 @@ def test_the_gpu_kernel_multiplies_narrow_floats_of_any_scale(dtype, size):
     assert np.abs(error).max() <= 5e-4 * np.abs(numerator).max()
 
 
-@helpers.needs_gpu_interpreter
+@helpers.gpu_kernel
 @pytest.mark.parametrize("splits", [2, None])
 @pytest.mark.parametrize("logits", [False, True])
 def test_parts_of_one_storage_format_share_a_gpu_launch(splits, logits):
@@ -423,14 +423,14 @@ def test_unsupported_parts_run_in_xla_which_is_logged_once(monkeypatch, caplog):
         jax.tree.map(close, actual, run(*part, form="xla"))
 
 
-@helpers.needs_gpu_interpreter
+@helpers.gpu_kernel
 @pytest.mark.parametrize("key_bits, value_bits, head_dim", [(4, 4, 64), (3, 3, 128), (4, 2, 128), (2, None, 64)])
 def test_the_gpu_kernel_unpacks_numbers(key_bits, value_bits, head_dim):
     queries, entries, plain = make_packed(key_bits, head_dim, value_bits=value_bits, batch=1, heads=1, slots=136)
     compare(jax.jit(run_gpu)(queries, entries), queries, plain)
 
 
-@helpers.needs_gpu_interpreter
+@helpers.gpu_kernel
 def test_the_gpu_kernel_reads_nothing_out_of_range():
     queries, entries = make(batch=1, fields=("log_num",), stop=[64])
     entries = dataclasses.replace(entries, log_num=entries.log_num.at[0, 1].set(-jnp.inf))
@@ -439,7 +439,7 @@ def test_the_gpu_kernel_reads_nothing_out_of_range():
     assert some[0, 0].all() and not some[0, 1].any()
 
 
-@helpers.needs_gpu_interpreter
+@pytest.mark.gpu_interpreter
 def test_the_gpu_kernel_reads_occupied_blocks_once():
     queries, entries = make(
         batch=1, heads=1, slots=768, head_dim=128, dtype="bfloat16", fields=("log_num",), stop=[512]

@@ -6,11 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
 
+import kvjax
 from kvjax.distributed.sharding import HEADS, ROWS
+from kvjax.stores.staging import Counters
 from kvjax_models.generation.decode import append_program, decode_program
 from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.prefill import prefill_cache, prefill_layer
+from kvjax_models.generation.prefill import PrefilledLayer, compression_arguments, prefill_cache, prefill_layer
 from kvjax_models.generation.sequence_parallel import CHUNK_SPEC
 from kvjax_models.generation.state import GenerationState, compact_layer, state_shardings
 
@@ -23,20 +26,36 @@ def lower_decode(
     Args:
         generator: model, policies and sizes.
         state: a state, or its shapes.
-        sharding: sharding of the parameters; by default their own.
+        sharding: sharding of the parameters, which may then be abstract; by default their own.
 
     Returns:
         The lowered program.
     """
-
-    def abstract(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding)
-
-    model = jax.tree.map(abstract, generator.model)
-    steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
+    model, steps = generator.model, jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
+    if sharding is not None:
+        model = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), model)
+    # Arguments of the form that `decode_block` passes, so that a state's own program is not compiled again.
     return decode_program.lower(
-        model, generator.mesh, generator.sampling, generator.eos, generator.block_size, state, steps
+        model, generator.mesh, generator.sampling, generator.eos, generator.block_size, state, steps, None
     )
+
+
+def lower_compression(
+    cache: kvjax.Cache, counters: Counters, layer: PrefilledLayer, lengths: Int[Array, "B"]
+) -> jax.stages.Lowered:
+    """Lowers the program that stores a layer's prompts in its empty cache.
+
+    Args:
+        cache: empty cache, without counters; arrays or their shapes, as all arguments.
+        counters: counters of all layers, before the prompt.
+        layer: results of the layer.
+        lengths: lengths of the prompts.
+
+    Returns:
+        The lowered program.
+    """
+    arguments, options = compression_arguments(cache, counters, layer, lengths)
+    return prefill_cache.lower(*arguments, **options)
 
 
 def lower_prefill(generator: Generator, tokens: int) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:
@@ -63,9 +82,8 @@ def lower_prefill(generator: Generator, tokens: int) -> tuple[jax.stages.Lowered
     keys = abstract((batch, tokens, config.kv_heads, config.head_dim), dtype, HEADS)
     queries = abstract((batch, num_queries, config.query_heads, config.head_dim), dtype, HEADS) if num_queries else None
     state = abstract_state(jax.eval_shape(generator.init_state), mesh)
-    prompt = keys, keys, lengths, queries, None
-    compress = prefill_cache.lower(state.layers[number], state.counters, *prompt, sink_logits=layer.sink_logits)
-    return prefill, compress
+    prefilled = PrefilledLayer(x, keys, keys, queries, sink_logits=layer.sink_logits)
+    return prefill, lower_compression(state.layers[number], state.counters, prefilled, lengths)
 
 
 def lower_append(generator: Generator, state: GenerationState) -> list[jax.stages.Lowered]:
@@ -101,6 +119,6 @@ def abstract_state(state: Any, mesh: Mesh | None) -> Any:
     return jax.tree.map(abstract, state, shardings)
 
 
-def _abstract_array(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
+def _abstract_array(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, mesh: Mesh | None) -> Any:
     sharding = None if mesh is None else NamedSharding(mesh, spec)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

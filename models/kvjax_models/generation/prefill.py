@@ -168,11 +168,25 @@ def compress_layer(
     Returns:
         The cache, the counters after the prompt, and the carry for the next layer.
     """
+    arguments, options = compression_arguments(cache, counters, layer, lengths, layer_carry)
+    return prefill_cache(*arguments, **options)
+
+
+def compression_arguments(
+    cache: kvjax.Cache,
+    counters: Counters,
+    layer: PrefilledLayer,
+    lengths: Int[Array, "B"],
+    layer_carry: Shaped[Array, "B H_kv *N"] | None = None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments and options with which `compress_layer` calls `prefill_cache`, given its own arguments."""
     count = cache.policy.requires.num_prompt_queries(layer.keys.shape[1])
-    queries = None if layer.queries is None or not count else layer.queries[:, layer.queries.shape[1] - count :]
+    queries = layer.queries
+    if queries is not None and queries.shape[1] > count:
+        queries = queries[:, queries.shape[1] - count :] if count else None
     repeated = None if cache.policy.requires.repetition is None else layer.repeated
     options = {"repeated": repeated, "sink_logits": layer.sink_logits}
-    return prefill_cache(cache, counters, layer.keys, layer.values, lengths, queries, layer_carry, **options)
+    return (cache, counters, layer.keys, layer.values, lengths, queries, layer_carry), options
 
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
