@@ -9,17 +9,23 @@ import shutil
 import tempfile
 
 # Compilation dominates the time of a run. The flags must be set before JAX is imported; processes that tests start
-# inherit them. XLA's older fusion emitters take half the time, and one module takes less than one per kernel.
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_backend_optimization_level=0",
-        "--xla_llvm_disable_expensive_passes=true",
-        "--xla_cpu_parallel_codegen_split_count=1",
-        # Newer versions of XLA have only one kind of emitter and refuse this flag.
-        *(["--xla_cpu_use_fusion_emitters=false"] if importlib.metadata.version("jaxlib").startswith("0.10.") else []),
-    ]
-)
+# inherit them. XLA's older fusion emitters take half the time, and one module takes less than one per kernel. On a GPU
+# machine they would also change how kernels are compiled.
+if not pathlib.Path("/dev/nvidiactl").exists():
+    os.environ["XLA_FLAGS"] = " ".join(
+        [
+            os.environ.get("XLA_FLAGS", ""),
+            "--xla_backend_optimization_level=0",
+            "--xla_llvm_disable_expensive_passes=true",
+            "--xla_cpu_parallel_codegen_split_count=1",
+            # Newer versions of XLA have only one kind of emitter and refuse this flag.
+            *(
+                ["--xla_cpu_use_fusion_emitters=false"]
+                if importlib.metadata.version("jaxlib").startswith("0.10.")
+                else []
+            ),
+        ]
+    )
 if "KVJAX_CACHE" not in os.environ:
     # Nothing is written to the home directory of whoever runs the tests.
     cache = tempfile.mkdtemp(prefix="kvjax-tests-cache-")
