@@ -55,15 +55,9 @@ def compilers() -> dict[str, Any]:
     return {"ptxas": shutil.which("ptxas"), **{name: os.environ.get(name) for name in names}}
 
 
-def copy_bandwidth() -> dict[str, Any]:
-    """Measures the bytes read and written per second by a copy, and read by a reduction."""
-    size = benchmarking.BANDWIDTH_BYTES // (8 if jax.default_backend() == "cpu" else 1)
-    array = jnp.ones((size // 2**16, 2**14), jnp.float32)
-    seconds = benchmarking.median_seconds(lambda: jax.jit(lambda x: x + 1)(array))
-    return {
-        "copy_gb_s": 2 * array.nbytes / seconds / 1e9,
-        "memory_bandwidth_gb_s": benchmarking.memory_bandwidth() / 1e9,
-    }
+def bandwidth() -> dict[str, Any]:
+    """Measures the memory bandwidth."""
+    return {"memory_bandwidth_gb_s": benchmarking.memory_bandwidth() / 1e9}
 
 
 def products() -> dict[str, Any]:
@@ -95,7 +89,7 @@ PROPERTIES: Mapping[str, Callable[[], dict[str, Any]]] = {
     "compilers": compilers,
     "kernel": kernel,
     "fused attention": fused_attention,
-    "bandwidth": copy_bandwidth,
+    "bandwidth": bandwidth,
     "products": products,
 }
 

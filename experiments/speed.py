@@ -212,6 +212,10 @@ def _decode(options: Options, sequences: Mapping[Any, Any], peers: Mapping[Any, 
             continue
         generator, state = writers[name].generator, writers[name].state
         tokens, extra = generator.max_prompt_tokens + generator.max_new_tokens, {}
+        compactions = -(-options.tokens // generator.block_size)
+        compaction, writers[name].state = timing.compaction_seconds(state)
+        extra["compaction_ms_per_token"] = 1e3 * compactions * compaction / options.tokens
+        state = writers[name].state
         if generator.batch == 1 and (share := timing.selection_seconds(state.layers, MIN_SAMPLES)) is not None:
             extra["selection_share_of_step"] = share / float(np.median(times))
         if (rate := timing.hit_rate(state)) is not None:

@@ -5,9 +5,9 @@
 
 The first command measures all shapes of an op, the second one a few shapes of every op. All forms of an op run on the
 same random inputs in the same process. Each is called many times in one compiled program, so that the overhead of calls
-is not measured. The limit is the time of a plain reduction over the bytes that must move, or of the op's flops at the
-rate of a plain matrix product, if that is longer; both rates are measured in the same process. Errors are relative to
-XLA with float32 inputs and full precision. On GPUs, XLA itself multiplies float32 matrices in TF32 by default.
+is not measured. The limit is the time of a plain copy or reduction of the bytes that must move, or of the op's flops at
+the rate of a plain matrix product, if that is longer; both rates are measured in the same process. Errors are relative
+to XLA with float32 inputs and full precision. On GPUs, XLA itself multiplies float32 matrices in TF32 by default.
 
 Every row is on disk as soon as it is measured; a run that is started again with the same `--output` skips the forms
 that have a row.
@@ -246,10 +246,16 @@ def limit_seconds(shape: Shape) -> float:
 
 @functools.cache
 def memory_bandwidth() -> float:
-    """Measures the bytes per second of a reduction over 4 GiB, or over 512 MiB on a CPU."""
+    """Measures the bytes per second of a reduction and of a copy of 4 GiB, or of 512 MiB on a CPU, the faster of both.
+
+    Returns:
+        Bytes read by the reduction, or read and written by the copy, which is the faster one on GPUs.
+    """
     size = BANDWIDTH_BYTES // (8 if jax.default_backend() == "cpu" else 1)
     array = jnp.ones((size // 2**16, 2**14), jnp.float32)
-    return array.nbytes / median_seconds(functools.partial(jax.jit(jnp.sum), array))
+    reading = median_seconds(functools.partial(jax.jit(jnp.sum), array))
+    copying = median_seconds(functools.partial(jax.jit(lambda x: x + 1), array))
+    return max(array.nbytes / reading, 2 * array.nbytes / copying)
 
 
 @functools.cache

@@ -249,11 +249,33 @@ def query_operands(queries: Float[Array, "B H R D"], operands: Operands) -> Floa
     queries = jnp.pad(queries, ((0, 0), (0, 0), (0, -queries.shape[2] % 8), (0, 0)))
     if operands.is_scaled:
         return queries[:, :, None]
-    return jnp.stack(list(split(queries.astype(jnp.float32), operands.row_parts, operands.dtype)), axis=2)
+    return split_outside_kernels(queries.astype(jnp.float32), operands.row_parts, operands.dtype, axis=2)
+
+
+def split_outside_kernels(x: Float[Array, "*N"], parts: int, dtype: Any, axis: int) -> Float[Array, "*n"]:
+    """Splits float32 numbers into a sum of numbers of a narrower dtype, in a program that XLA compiles.
+
+    XLA removes the conversion to a narrower dtype and back (`xla_allow_excess_precision`), so that the remainder of
+    `split` would be zero. It keeps `reduce_precision`.
+
+    Args:
+        x: The numbers.
+        parts: The number of summands.
+        dtype: Their dtype.
+        axis: The axis of the summands in the result.
+
+    Returns:
+        The summands, largest first.
+    """
+    precision, summands = jnp.finfo(dtype), []
+    for _ in range(parts):
+        summands.append(lax.reduce_precision(x, precision.nexp, precision.nmant))
+        x = x - summands[-1]
+    return jnp.stack(summands, axis).astype(dtype)
 
 
 def split(x: Array, parts: int, dtype: Any) -> Iterator[Array]:
-    """Splits numbers into a sum of numbers of a narrower dtype.
+    """Splits numbers into a sum of numbers of a narrower dtype, in a kernel.
 
     Args:
         x: The numbers.

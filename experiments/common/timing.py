@@ -22,7 +22,7 @@ from kvjax_models.generation import lowering
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill import PrefilledLayer, compress_layer, embed, prefill_layers
 from kvjax_models.generation.repetition import make_repetitions, repeat_layer
-from kvjax_models.generation.state import GenerationState, commit_to_device, compact_layer
+from kvjax_models.generation.state import GenerationState, commit_to_device, compact_layer, compact_layers
 from kvjax_models.model.llama import Llama, parameter_bytes
 from pallas_kernels.benchmarking import describe
 
@@ -267,6 +267,20 @@ class TimedPrefill(Generic[T]):
             state, layers=layers, counters=counters if is_last else state.counters, positions=jnp.copy(self.lengths)
         )
         return elapsed + (0.0 if cache.policy.requires.repetition is None else repeat_seconds)
+
+
+def compaction_seconds(state: GenerationState, repetitions: int = 3) -> tuple[float, GenerationState]:
+    """Returns the seconds of a compaction of all layers, which is part of every block of decode steps, and the state.
+
+    Args:
+        state: a state whose programs are compiled; donated.
+        repetitions: timed runs.
+    """
+    times = []
+    for _ in range(repetitions):
+        elapsed, state = timed(compact_layers, state)
+        times.append(elapsed)
+    return float(np.median(times)), state
 
 
 def hit_rate(state: GenerationState) -> float | None:

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Shaped
 
 from kvjax.structures.per_head import per_head
 
@@ -38,7 +38,7 @@ def extend_all(
     Returns:
         The structures.
     """
-    in_sequence = functools.partial(fill, extend)
+    in_sequence = functools.partial(_fill_in_sequence, extend)
     in_parallel = per_head(extend, 0, 0, 0, None)
     return jax.lax.platform_dependent(streams, keys, values, valid, cpu=in_sequence, default=in_parallel)
 
@@ -50,7 +50,10 @@ def fill(
     values: Float[Array, "B H T D_v"],
     valid: Bool[Array, "B T"],
 ) -> T:
-    """Takes a prompt's valid tokens in, one stream after the other.
+    """Takes a prompt's valid tokens in, block by block.
+
+    A GPU updates all streams in parallel, because every iteration of a loop waits for the host; other devices update
+    one stream after the other.
 
     Args:
         extend: updates the structures of one head.
@@ -62,26 +65,52 @@ def fill(
     Returns:
         The structures.
     """
-    batch, heads, tokens, _ = keys.shape
-    block = min(PROMPT_BLOCK, tokens)
-    padding = -tokens % block
-    valid = jnp.pad(valid, ((0, 0), (0, padding))).reshape(batch, -1, block)
+    in_sequence = functools.partial(_fill_in_sequence, extend)
+    in_parallel = functools.partial(_fill_in_parallel, extend)
+    return jax.lax.platform_dependent(streams, keys, values, valid, cuda=in_parallel, default=in_sequence)
 
-    def blocks(x: Float[Array, "B H T D"]) -> Float[Array, "B H n block D"]:
-        """Divides the tokens of `x` into padded blocks."""
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0)))
-        return x.reshape(batch, heads, -1, block, x.shape[3])
+
+def _fill_in_sequence(
+    extend: Extend[T],
+    streams: T,
+    keys: Float[Array, "B H T D"],
+    values: Float[Array, "B H T D_v"],
+    valid: Bool[Array, "B T"],
+) -> T:
+    def extend_block(streams: T, block: tuple[Array, Array, Array]) -> tuple[T, None]:
+        return extend(streams, *block), None
 
     def fill_row(row: tuple[T, Array, Array, Array]) -> T:
         """Extends the structures of one `row`, head by head and block by block."""
         streams, keys, values, valid = row
-
-        def extend_block(streams: T, block: tuple[Array, Array, Array]) -> tuple[T, None]:
-            return extend(streams, *block), None
 
         def fill_head(head: tuple[T, Array, Array]) -> T:
             return jax.lax.scan(extend_block, head[0], (head[1], head[2], valid))[0]
 
         return jax.lax.map(fill_head, (streams, keys, values))
 
-    return jax.lax.map(fill_row, (streams, blocks(keys), blocks(values), valid))
+    return jax.lax.map(fill_row, (streams, _blocks(keys, 2), _blocks(values, 2), _blocks(valid, 1)))
+
+
+def _fill_in_parallel(
+    extend: Extend[T],
+    streams: T,
+    keys: Float[Array, "B H T D"],
+    values: Float[Array, "B H T D_v"],
+    valid: Bool[Array, "B T"],
+) -> T:
+    extend_heads = per_head(extend, 0, 0, 0, None)
+
+    def extend_block(streams: T, block: tuple[Array, Array, Array]) -> tuple[T, None]:
+        return extend_heads(streams, *block), None
+
+    blocks = tuple(jnp.moveaxis(_blocks(x, axis), axis, 0) for x, axis in ((keys, 2), (values, 2), (valid, 1)))
+    return jax.lax.scan(extend_block, streams, blocks)[0]
+
+
+def _blocks(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
+    """Divides the tokens of an array, along an axis, into padded blocks."""
+    block = min(PROMPT_BLOCK, x.shape[axis])
+    padding = [(0, -x.shape[axis] % block if number == axis else 0) for number in range(x.ndim)]
+    x = jnp.pad(x, padding)
+    return x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :])

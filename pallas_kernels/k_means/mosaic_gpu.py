@@ -86,7 +86,7 @@ def _assign(
     batch, tokens, head_dim = points.shape
     tiles = pl.cdiv(tokens, TILE)
     centroids = jnp.pad(centroids, ((0, 0), (0, -centroids.shape[1] % TILE), (0, 0)))
-    parts = jnp.stack(list(hopper.split(centroids, PRODUCTS.stored_parts, PRODUCTS.dtype)), axis=1)
+    parts = hopper.split_outside_kernels(centroids, PRODUCTS.stored_parts, PRODUCTS.dtype, axis=1)
     scratch_of = functools.partial(_assign_scratch, head_dim)
     stages, _ = hopper.choose_stages(scratch_of)
     labels, products = hopper.launch(

@@ -99,14 +99,22 @@ def test_subgen_mean_is_nearer_to_exact_attention_than_uniform_at_equal_bytes():
     assert high < 0
 
 
-def test_streams_in_sequence_equal_streams_in_parallel():
+@pytest.mark.parametrize(
+    "block, in_parallel",
+    [
+        (64, per_head(cluster_table.extend, 0, 0, 0, None)),
+        (24, functools.partial(streams._fill_in_parallel, cluster_table.extend)),
+    ],
+    ids=["tokens of a compaction", "blocks of a prompt"],
+)
+def test_streams_in_sequence_equal_streams_in_parallel(block, in_parallel, monkeypatch):
     # The tables are full, and some streams have widened theirs.
+    monkeypatch.setattr(streams, "PROMPT_BLOCK", block)
     spec = kvjax.CacheSpec(2, 2, 2, DIM, max_prompt_tokens=64, max_new_tokens=64)
     tables = [MEAN.init(spec, row_keys(2)).table] * 2
     keys, values = jax.random.normal(jax.random.key(0), (2, 2, 2, 64, DIM))
     valid = jnp.arange(64) < jnp.array([[64], [40]])
-    in_sequence = jax.jit(functools.partial(streams.fill, cluster_table.extend))
-    functions = [in_sequence, jax.jit(per_head(cluster_table.extend, 0, 0, 0, None))]
+    functions = [jax.jit(functools.partial(streams.fill, cluster_table.extend)), jax.jit(in_parallel)]
     for _ in range(2):
         tables = [function(one, keys, values, valid) for function, one in zip(functions, tables, strict=True)]
         for one, other in zip(*map(jax.tree.leaves, tables), strict=True):

@@ -84,5 +84,6 @@ def compare_partials(actual: Any, expected: tuple[np.ndarray, np.ndarray, np.nda
     largest = max(np.abs(numerator).max(), np.abs(denominator).max(), 1e-30)
     sums = (float64(actual.numerator) * shift[..., None], numerator), (float64(actual.denominator) * shift, denominator)
     for result, reference in sums:
-        assert np.abs(result - reference)[some].max(initial=0) <= tolerance * largest
+        error = np.abs(result - reference)[some].max(initial=0) / largest
+        assert error <= tolerance, f"error {error:.2e} exceeds {tolerance:.0e}"
     return some
