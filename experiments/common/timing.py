@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ from pallas_kernels.benchmarking import describe
 
 T = TypeVar("T")
 SELECTIONS = 64  # queries of one timed program, so that its launch is negligible
-COMPILER_THREADS = 8
+COMPILER_THREADS = min(os.cpu_count() or 1, 16)
 
 
 def timed(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:

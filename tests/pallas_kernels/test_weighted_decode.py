@@ -354,13 +354,12 @@ GPU_CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_summands_of_queries_are_exact_however_xla_simplifies_conversions(dtype):
+def test_summands_of_queries_are_exact_however_xla_simplifies_conversions():
     x = jax.random.normal(jax.random.key(0), (8, 64))
-    split = jax.jit(functools.partial(hopper.split_outside_kernels, parts=3, dtype=jnp.dtype(dtype), axis=0))
+    split = jax.jit(functools.partial(hopper.split_outside_kernels, parts=3, dtype=jnp.bfloat16, axis=0))
     parts = helpers.float64(split(x))
     assert np.abs(parts.sum(0) - helpers.float64(x)).max() < 1e-7 and (parts[1] != 0).mean() > 0.9
-    # On GPUs, XLA removes a conversion to `dtype` and back, but keeps this operation.
+    # On GPUs, XLA removes a conversion to bfloat16 and back, but keeps this operation.
     assert split.lower(x).as_text().count("reduce_precision") == 3
 
 
