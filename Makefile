@@ -7,9 +7,9 @@ VENV := $(if $(filter 3.11,$(LINE)),.venv,.venv-$(LINE))
 CONSTRAINTS := constraints/$(if $(filter 3.11,$(LINE)),python-3.11.txt,python-3.12.txt)
 BIN := $(VENV)/bin
 EXTRAS := experiments,test
-OPS := $(patsubst pallas_kernels/%/benchmark.py,%,$(wildcard pallas_kernels/*/benchmark.py))
 
-.PHONY: demo test test-all lint types unit heavy docs aot aot-gpu measure device parity harness adapters keras-hub tpu-inference constraints clean
+.PHONY: demo test test-all lint types unit heavy docs aot aot-gpu measure device rehearse rehearsal parity harness adapters \
+	keras-hub tpu-inference constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m kvjax_models.cli download smollm2-135m
@@ -38,6 +38,7 @@ test-all:
 	$(MAKE) test heavy PYTHON=$(PYTHON_312)
 	$(MAKE) parity harness adapters docs PYTHON=$(PYTHON)
 	$(MAKE) tpu-inference
+	$(MAKE) rehearse
 
 # Compiles kernels and decoding for TPUs, without a TPU.
 aot: $(VENV)/.installed $(VENV)/.installed-tpu-compiler
@@ -50,14 +51,23 @@ aot-gpu: $(VENV)/.installed $(VENV)/.installed-gpu-compiler
 # Tests and benchmarks the kernels on this machine's device. With a GPU: make measure EXTRAS=experiments,test,cuda
 measure: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/pallas_kernels
-	for op in $(OPS); do \
-		$(BIN)/python -m pallas_kernels.$$op.benchmark --output build/kernels/$$op.json || exit 1; \
-	done
+	$(BIN)/python -m pallas_kernels.benchmark_all --output build/kernels.jsonl
 
-# Measures kernels, latency and throughput on this machine's device in half an hour. If it is interrupted, running it
-# again continues with the remaining steps.
+# Measures kernels, decode steps and memory on this machine's device in eight minutes. A GPU machine that has JAX needs
+# no make: PYTHONPATH=models python3 -m experiments.device --output_dir OUT
 device: $(VENV)/.installed
 	$(BIN)/python -m experiments.device
+
+# Checks the plan of `device` without a GPU, with the JAX that GPU machines have: runs it with small sizes, and compiles
+# all its programs, and a decode step of every policy, for a GPU. The compiler needs 5 GB of disk space.
+rehearse:
+	$(MAKE) rehearsal PYTHON=$(PYTHON_312) VENV=.venv-0.11 CONSTRAINTS=constraints/jax-0.11.txt
+
+rehearsal: $(VENV)/.installed $(VENV)/.installed-gpu-compiler
+	$(BIN)/python -m experiments.device --quick true --step probe tests decode_32k kernels decode_128k rows_32k narrow_32k \
+		equal_memory throughput --seconds 1000 --output_dir build/rehearsal
+	PYTHONPATH=$(VENV)/gpu-compiler $(BIN)/python -m experiments.compile_plan
+	$(BIN)/python -m pytest -m heavy tests/kvjax/test_policies.py -k lower_for_a_hopper_gpu
 
 # Builds the site in build/docs. It runs the tutorial, which needs a model.
 docs: $(VENV)/.installed-docs

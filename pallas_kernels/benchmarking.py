@@ -251,11 +251,15 @@ def memory_bandwidth() -> float:
     Returns:
         Bytes read by the reduction, or read and written by the copy, which is the faster one on GPUs.
     """
+    calls = 1 if jax.default_backend() == "cpu" else 8
     size = BANDWIDTH_BYTES // (8 if jax.default_backend() == "cpu" else 1)
     array = jnp.ones((size // 2**16, 2**14), jnp.float32)
-    reading = median_seconds(functools.partial(jax.jit(jnp.sum), array))
-    copying = median_seconds(functools.partial(jax.jit(lambda x: x + 1), array))
-    return max(array.nbytes / reading, 2 * array.nbytes / copying)
+
+    def bandwidth(function: Callable[[Any], Any], moved: int) -> float:
+        program = compile_calls(Form(function, (array,)), calls)
+        return calls * moved / median_seconds(functools.partial(program, array))
+
+    return max(bandwidth(jnp.sum, array.nbytes), bandwidth(lambda x: x + 1, 2 * array.nbytes))
 
 
 @functools.cache
@@ -271,8 +275,9 @@ def product_rate(dtype: jnp.dtype) -> float:
     width = PRODUCT_WIDTH // (8 if jax.default_backend() == "cpu" else 1)
     square = jax.random.normal(jax.random.key(0), (width, width), dtype)
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    product = jax.jit(functools.partial(jnp.matmul, precision=precision))
-    return 2 * width**3 / median_seconds(functools.partial(product, square, square))
+    calls = 1 if jax.default_backend() == "cpu" else 8
+    program = compile_calls(Form(functools.partial(jnp.matmul, precision=precision), (square, square)), calls)
+    return calls * 2 * width**3 / median_seconds(functools.partial(program, square, square))
 
 
 def compile_calls(form: Form, calls: int) -> jax.stages.Compiled:

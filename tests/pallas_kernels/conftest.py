@@ -1,10 +1,14 @@
 """Selects the tests that run kernels for GPUs."""
 
+import jax
 import pytest
 
 from tests.pallas_kernels import helpers
 
 GPU_FORMS = {"device", "gpu", "mosaic_gpu"}
+if helpers.ON_GPU:
+    # XLA, which runs what a kernel does not support, would multiply float32 numbers in TF32.
+    jax.config.update("jax_default_matmul_precision", "highest")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects tests by their marks
