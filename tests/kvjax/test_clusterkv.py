@@ -73,7 +73,7 @@ def prefill(policy, spec, keys, values):
 def append(cache, keys, values):
     """Appends one token per row, and compacts a full staging buffer."""
     cache = kvjax.append(cache, keys, values)
-    full = cache.counters.offset == cache.staging.keys.shape[2]
+    full = cache.counters.offset == cache.counters.slots
     return jax.lax.cond(full, kvjax.compact, lambda same: same, cache)
 
 

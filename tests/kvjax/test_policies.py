@@ -357,7 +357,7 @@ def test_attention_reads_stores_of_a_multiple_of_8_slots(kv_dtype, budget):
 
 @pytest.mark.heavy
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="lowers copies that start inside a tile of slots")
-@pytest.mark.parametrize("kv_dtype, budget", [(None, 1013), (None, 507), ("int8", 1013), ("int4", 507)])
+@pytest.mark.parametrize("kv_dtype, budget", [(None, 1013), ("int8", 507), ("int4", 507)])
 def test_decode_steps_lower_for_a_hopper_gpu_without_xla(kv_dtype, budget, monkeypatch):
     spec, refused = make_spec(1, 4001, 50, layer=1, layers=3, kv_dtype=kv_dtype, dtype=jnp.bfloat16), []
     check = weighted_decode.mosaic_gpu.check
@@ -372,11 +372,14 @@ def test_decode_steps_lower_for_a_hopper_gpu_without_xla(kv_dtype, budget, monke
     monkeypatch.setattr(hopper, "check_device", lambda: None)  # lowering needs no GPU and no CUDA compiler
     monkeypatch.setattr(weighted_decode.mosaic_gpu, "check", recorded_check)
     query, new = (jax.ShapeDtypeStruct((1, 1, heads, HEAD_DIM), spec.dtype) for heads in (2 * KV_HEADS, KV_HEADS))
+    step, lowered = jax.jit(lambda *arguments: kvjax.step(*arguments, compact_when_full=False)), []
     for policy in odd_policies(budget):
-        step = jax.jit(lambda *arguments: kvjax.step(*arguments, compact_when_full=False))
-        traced = step.trace(abstract_cache(policy, spec), query, new, new)
-        assert "@mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text(), policy
-        assert not refused, policy
+        cache = abstract_cache(policy, spec)
+        program = (type(cache.policy).segments, cache.state)  # which most top-k policies share
+        if program not in lowered:
+            text = step.trace(cache, query, new, new).lower(lowering_platforms=("cuda",)).as_text()
+            assert "@mosaic_gpu" in text and not refused, policy
+            lowered.append(program)
 
 
 def test_format_bytes():
