@@ -288,7 +288,7 @@ def test_bytes_include_numbers_scales_offsets_and_residuals(kv_dtype, bits):
 
 
 def test_read_bytes_include_the_retrieval_index():
-    # Quest(20) reads 3 pages of 16 per query head, the window's 15 + 8 of 24 slots per KV head and two bounds of 4 pages.
+    # Quest(20) reads 3 pages of 16 per query head, a window of 24 slots per KV head and two bounds of 4 pages.
     vectors = {"pages": 2 * 3 * 16 * 4, "window": 2 * 24 * 2, "bounds": 2 * 4 * 2}
     cache, plain = (
         kvjax.init(PLAIN["quest"], make_spec(batch=1, kv_dtype=kv_dtype), row_keys(1)) for kv_dtype in ("int8", None)
