@@ -138,8 +138,8 @@ class Chelsea(Policy[ChelseaState]):
 
     def _merge(self, state: ChelseaState, entries: Centroids, max_count: int | None = None) -> ChelseaState:
         """Compresses every head's entries, at most `max_count`, into the centroids' slots."""
-        options = {"budget": self.num_centroids, "chunk": self.chunk, "schedule": self.merge_schedule}
-        merge = functools.partial(compress, **options, max_count=max_count)
+        slots, schedule = self.num_centroids, self.merge_schedule
+        merge = functools.partial(compress, budget=slots, chunk=self.chunk, schedule=schedule, max_count=max_count)
         merged = per_head(merge)(entries)
 
         def write(buffer: Float[Array, "B H S D"], x: Float[Array, "B H M D"]) -> Float[Array, "B H S D"]:

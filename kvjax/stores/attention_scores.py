@@ -6,17 +6,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.attention import AttentionStats
-from kvjax.spec import CacheSpec, allocated_slots
+from kvjax.spec import CacheSpec
 from kvjax.state import state
 from kvjax.stores.window import Window
 
 
 @state
 class AttentionScores:
-    """Attention probability of every slot of a window and of the staging buffer, summed over a group's query heads."""
+    """Attention probability of every slot of a window and of the staging buffer, summed over a group's query heads.
 
-    window: Float[Array, "B H_kv S"]  # float32, 0 in empty slots
-    staged: Float[Array, "B H_kv P"]  # float32, likewise
+    The slots are those that may hold a token, `Window.slots` and `CacheSpec.staging_slots`.
+    """
+
+    window: Float[Array, "B H_kv M"]  # float32, 0 in empty slots
+    staged: Float[Array, "B H_kv P"]  # float32
 
 
 def init_attention_scores(spec: CacheSpec, window: Window) -> AttentionScores:
@@ -29,8 +32,8 @@ def init_attention_scores(spec: CacheSpec, window: Window) -> AttentionScores:
     Returns:
         Scores for the slots of the window and of the staging buffer.
     """
-    shape, staged = (spec.batch, spec.kv_heads), allocated_slots(cast(int, spec.staging_slots))
-    return AttentionScores(jnp.zeros((*shape, window.keys.shape[2])), jnp.zeros((*shape, staged)))
+    shape = (spec.batch, spec.kv_heads)
+    return AttentionScores(jnp.zeros((*shape, window.slots)), jnp.zeros((*shape, spec.staging_slots)))
 
 
 def accumulate_scores(scores: AttentionScores, stats: AttentionStats) -> AttentionScores:
@@ -43,10 +46,8 @@ def accumulate_scores(scores: AttentionScores, stats: AttentionStats) -> Attenti
     Returns:
         The updated scores.
     """
-    (window,), staged = stats.segments, stats.staged
-    return AttentionScores(
-        scores.window + jnp.sum(window, axis=2), scores.staged + jnp.sum(cast(Array, staged), axis=2)
-    )
+    window, staged = _slot_probabilities(scores, stats)
+    return AttentionScores(scores.window + jnp.sum(window, axis=2), scores.staged + jnp.sum(staged, axis=2))
 
 
 def newest_scores(scores: AttentionScores, stats: AttentionStats) -> AttentionScores:
@@ -59,7 +60,7 @@ def newest_scores(scores: AttentionScores, stats: AttentionStats) -> AttentionSc
     Returns:
         The updated scores; rows that appended no token keep theirs.
     """
-    (window,) = stats.segments
+    window, staged = _slot_probabilities(scores, stats)
     last = stats.appended.shape[1] - 1 - jnp.argmax(stats.appended[:, ::-1], axis=1)
     any_appended = jnp.any(stats.appended, axis=1)[:, None, None]
 
@@ -71,11 +72,19 @@ def newest_scores(scores: AttentionScores, stats: AttentionStats) -> AttentionSc
 
     return AttentionScores(
         jnp.where(any_appended, of_last(window), scores.window),
-        jnp.where(any_appended, of_last(cast(Array, stats.staged)), scores.staged),
+        jnp.where(any_appended, of_last(staged), scores.staged),
     )
 
 
-def after_compaction(scores: AttentionScores, window: Float[Array, "B H_kv S"]) -> AttentionScores:
+def _slot_probabilities(
+    scores: AttentionScores, stats: AttentionStats
+) -> tuple[Float[Array, "B H T M"], Float[Array, "B H T P"]]:
+    """Returns the probabilities of the slots that may hold a token, of the window and of the staging buffer."""
+    (window,), staged = stats.segments, cast(Array, stats.staged)
+    return window[..., : scores.window.shape[2]], staged[..., : scores.staged.shape[2]]
+
+
+def after_compaction(scores: AttentionScores, window: Float[Array, "B H_kv M"]) -> AttentionScores:
     """Returns scores for an empty staging buffer.
 
     Args:

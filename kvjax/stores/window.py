@@ -35,6 +35,11 @@ class Window:
         """Slots before the selected ones."""
         return self.recent + self.sinks
 
+    @property
+    def slots(self) -> int:
+        """Slots that may hold a token."""
+        return self.fixed + self.selected
+
 
 def init_window(spec: CacheSpec, sinks: int, recent: int, selected: int = 0) -> Window:
     """Returns an empty window.

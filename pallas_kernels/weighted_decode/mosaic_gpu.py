@@ -40,9 +40,9 @@ def check(queries: Float[Array, "B H R D"], entries: Entries, *, interpret: Any)
     if not interpret:
         hopper.check_device()
     packed = [name for name, bits in entries.bits.items() if bits is not None]
-    arrays = entries.slot_arrays
-    keys, values = arrays["keys"], arrays.get("values", arrays["keys"])
-    hopper.check_dtypes(*packed, queries=queries, keys=keys, values=values)
+    stored = {name: x for name, x in entries.slot_arrays.items() if name in ("keys", "values")}
+    keys, values = stored["keys"], stored.get("values", stored["keys"])
+    hopper.check_dtypes(*packed, queries=queries, **stored)
     hopper.check_head_dim(queries.shape[3])
     if keys.dtype != values.dtype and not keys.dtype.itemsize == values.dtype.itemsize == 1:
         raise NotImplementedError(f"keys are {keys.dtype.name} and values {values.dtype.name}")

@@ -3,13 +3,14 @@
 import collections
 import importlib.util
 import pathlib
+import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.common import schedules
+from experiments.common import ROOT, schedules
 from experiments.common.compiled import launches
 from experiments.common.compilers import COMPILER
 from tests.experiments.support import command, figures
@@ -68,10 +69,15 @@ def test_decoding_with_narrow_heads_compiles_without_a_copy(tmp_path):
 @needs_compiler
 def test_a_copied_cache_is_detected(tmp_path):
     # With a number of slots that 8 does not divide, XLA chooses a layout that the kernel cannot read.
-    done = command(
-        "experiments.compile", "--layers=2", "--device=v5e", "--policy=uniform", "--budget=4093",
-        "--op=weighted_decode", f"--output_dir={tmp_path}",
-    )  # fmt: skip
+    script = """
+from experiments import compile
+from kvjax.stores import window
+window.allocated_slots = lambda slots: slots
+compile.run_command(compile.main, compile.Options)
+"""
+    arguments = ("--layers=2", "--device=v5e", "--policy=uniform", "--budget=4093", "--op=weighted_decode")
+    words = [sys.executable, "-c", script, *arguments, f"--output_dir={tmp_path}"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "copies of a cache" in done.stdout + done.stderr
 

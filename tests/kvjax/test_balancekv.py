@@ -122,7 +122,7 @@ def test_needles_have_weight_one_from_layer_1_on():
     np.testing.assert_allclose(weights[0, 1, 2:8], np.ones(6), rtol=1e-6)
     np.testing.assert_array_equal(cache.state.unkept, [[0, 6], [0, 0], [0, 0]])
     # Six needles and 7 halved tokens.
-    assert cache.state.window.keys.shape[2] == 10 + 6 + 7 + 24
+    assert cache.state.window.selected == 6 + 7 + 24
     first, carry = prefill(0, None)
     assert carry is None and np.all(first.state.unkept == 0)
     _, carry = prefill(1, None)
@@ -204,7 +204,7 @@ def test_a_rate_halves_the_prompt_and_keeps_later_tokens_beside():
         policy = kvjax.BalanceKV(rate)
         state = jax.eval_shape(lambda policy=policy: policy.init(spec, row_keys(1)))
         assert state.halvings == halvings
-        assert state.window.keys.shape[2] == 64 + (840 - 64) // 2**halvings + 8
+        assert state.window.selected == (840 - 64) // 2**halvings + 8
 
 
 @pytest.mark.parametrize("text", ["balancekv@25%", "balancekv:full_layers=1@25%"])

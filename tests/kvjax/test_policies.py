@@ -21,6 +21,7 @@ from kvjax.segment import BlockStoreRead, Segment
 from kvjax.spec import round_to_tiles
 from kvjax.state import CacheBytes
 from kvjax.structures.k_center import greedy_k_center
+from pallas_kernels import hopper, weighted_decode
 from tests.kvjax.support import (
     BATCH,
     FREQUENCIES,
@@ -235,9 +236,9 @@ BYTES = {
     "subgen_mean": (41308, 25052, 20684),
     "balancekv": (57792, 29120, 29132),
     "balancekv_theory": (86884, 43876, 44044),
-    "h2o": (33068, 16684, 16716),
-    "h2o_average": (33228, 16844, 16716),
-    "cam": (33076, 16692, 16716),
+    "h2o": (33036, 16652, 16684),
+    "h2o_average": (33196, 16812, 16684),
+    "cam": (33044, 16660, 16684),
     "infinigen": (86576, 46640, 18580),
     "chelsea": (41264, 25008, 20688),
     "clusterkv": (113464, 57144, 35308),
@@ -352,6 +353,33 @@ def test_attention_reads_stores_of_a_multiple_of_8_slots(kv_dtype, budget):
         cache, counts = abstract_cache(policy, spec), []
         jax.eval_shape(lambda cache, counts=counts: counts.extend(slots(cache)), cache)
         assert counts and not any(count % 8 for count in counts), f"{policy} has stores of {counts} slots"
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="lowers copies that start inside a tile of slots")
+@pytest.mark.parametrize("kv_dtype, budget", [(None, 1013), ("int8", 507), ("int4", 507)])
+def test_decode_steps_lower_for_a_hopper_gpu_without_xla(kv_dtype, budget, monkeypatch):
+    spec, refused = make_spec(1, 4001, 50, layer=1, layers=3, kv_dtype=kv_dtype, dtype=jnp.bfloat16), []
+    check = weighted_decode.mosaic_gpu.check
+
+    def recorded_check(*arguments, **options):
+        try:
+            check(*arguments, **options)
+        except NotImplementedError as reason:
+            refused.append(str(reason))
+            raise
+
+    monkeypatch.setattr(hopper, "check_device", lambda: None)  # lowering needs no GPU and no CUDA compiler
+    monkeypatch.setattr(weighted_decode.mosaic_gpu, "check", recorded_check)
+    query, new = (jax.ShapeDtypeStruct((1, 1, heads, HEAD_DIM), spec.dtype) for heads in (2 * KV_HEADS, KV_HEADS))
+    step, lowered = jax.jit(lambda *arguments: kvjax.step(*arguments, compact_when_full=False)), []
+    for policy in odd_policies(budget):
+        cache = abstract_cache(policy, spec)
+        program = (type(cache.policy).segments, cache.state)  # which most top-k policies share
+        if program not in lowered:
+            text = step.trace(cache, query, new, new).lower(lowering_platforms=("cuda",)).as_text()
+            assert "@mosaic_gpu" in text and not refused, policy
+            lowered.append(program)
 
 
 def test_format_bytes():

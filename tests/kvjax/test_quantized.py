@@ -276,10 +276,11 @@ def test_a_stream_of_131072_tokens_changes_no_bit_of_the_sinks(kv_dtype):
 @pytest.mark.parametrize(("kv_dtype", "bits"), [("int8", 8), ("int4", 4), ("int3", 3), ("int2", 2)])
 def test_bytes_include_numbers_scales_offsets_and_residuals(kv_dtype, bits):
     policy, spec, plain = PLAIN["chelsea"], make_spec(batch=1, kv_dtype=kv_dtype), make_spec(batch=1)
-    numbers = 2 * 2 * 20 * HEAD_DIM  # of keys and values of 2 heads x 20 slots
-    scales, offsets = 2 * 2 * 20 * 2, 2 * 2 * HEAD_DIM * 4  # one offset for the window, one for the centroids
+    window, centroids = 16, 16  # slots: 10 each, in multiples of 8
+    numbers = 2 * 2 * (window + centroids) * HEAD_DIM  # of keys and values of 2 heads
+    scales, offsets = 2 * 2 * (window + centroids) * 2, 2 * 2 * HEAD_DIM * 4  # one offset for each of them
     saved = numbers * 4 - numbers * bits // 8 - scales - offsets
-    residuals = 2 * 2 * (20 - WINDOW["sinks"] - WINDOW["recent"]) * (HEAD_DIM + 2)  # not read by a step
+    residuals = 2 * 2 * centroids * (HEAD_DIM + 2)  # not read by a step
     assert row_bytes(policy, spec) == row_bytes(policy, plain) - saved + residuals
     cache, plain_cache = (kvjax.init(policy, one, row_keys(1)) for one in (spec, plain))
     assert kvjax.cache_bytes(cache).device == row_bytes(policy, spec)
@@ -287,8 +288,8 @@ def test_bytes_include_numbers_scales_offsets_and_residuals(kv_dtype, bits):
 
 
 def test_read_bytes_include_the_retrieval_index():
-    # Quest(20) reads 3 pages of 16 per query head, the window's 15 + 8 slots per KV head and two bounds of 4 pages.
-    vectors = {"pages": 2 * 3 * 16 * 4, "window": 2 * (15 + 8) * 2, "bounds": 2 * 4 * 2}
+    # Quest(20) reads 3 pages of 16 per query head, a window of 24 slots per KV head and two bounds of 4 pages.
+    vectors = {"pages": 2 * 3 * 16 * 4, "window": 2 * 24 * 2, "bounds": 2 * 4 * 2}
     cache, plain = (
         kvjax.init(PLAIN["quest"], make_spec(batch=1, kv_dtype=kv_dtype), row_keys(1)) for kv_dtype in ("int8", None)
     )

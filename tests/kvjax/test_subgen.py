@@ -58,10 +58,11 @@ def test_subgen_reads_samples_in_the_numerator_and_clusters_in_the_denominator()
     keys, values, queries = low_rank(0)
     outputs, state = attend_after_prompt(PAPER, keys, values, queries)
     reservoir, table = state.streams.reservoir, state.streams.table
-    assert reservoir.keys.shape == (1, 1, 30, DIM) and table.samples.shape == (1, 1, 6, 3, DIM)
+    # 30 samples and 6 clusters, in multiples of 8 slots.
+    assert reservoir.keys.shape == (1, 1, 32, DIM) and table.samples.shape == (1, 1, 8, 3, DIM)
     # Algorithm 1, lines 29 and 30, with logits over sqrt(D).
     sample_keys, sample_values, cluster_keys, count = as_float64(
-        reservoir.keys, reservoir.values, table.samples, table.count
+        reservoir.keys[:, :, :30], reservoir.values[:, :, :30], table.samples[:, :, :6], table.count[:, :, :6]
     )
     mu = np.sum(np.asarray(values, np.float64) ** 2)
     share = mu / (30 * np.sum(sample_values**2, axis=1))
@@ -147,8 +148,7 @@ def test_prompts_of_several_blocks_are_clustered_completely(monkeypatch):
 def test_a_budget_is_divided_and_never_exceeded(options, sizes):
     policy = kvjax.SubGen(40, sinks=2, recent=8, **options)
     streams = abstract_cache(policy, make_spec()).state.streams
-    clusters, per_cluster = streams.table.samples.shape[2:4]
-    assert (streams.reservoir.mass.shape[-1], clusters, per_cluster) == sizes
+    assert (streams.reservoir.samples, streams.table.clusters, streams.table.samples.shape[3]) == sizes
 
 
 # --- the theorem's settings ---
@@ -179,8 +179,8 @@ def test_settings_make_the_policy():
     assert isinstance(settings, SubGenSettings)
     policy = settings.policy(clusters=3, sinks=1, recent=2, compact_every=8)
     streams = abstract_cache(policy, make_spec()).state.streams
-    assert streams.reservoir.mass.shape[-1] == settings.samples
-    assert streams.table.samples.shape[2:4] == (3, settings.per_cluster)
+    assert streams.reservoir.samples == settings.samples
+    assert (streams.table.clusters, streams.table.samples.shape[3]) == (3, settings.per_cluster)
     assert float(policy.init(make_spec(), row_keys()).streams.table.delta[0, 0]) == 0.5
 
 

@@ -439,9 +439,15 @@ def test_unsupported_parts_run_in_xla_which_is_logged_once(monkeypatch, caplog):
 
 
 @helpers.gpu_kernel
-@pytest.mark.parametrize("key_bits, value_bits, head_dim", [(4, 4, 64), (3, 3, 128), (4, 2, 128), (2, None, 64)])
+@pytest.mark.parametrize(
+    "key_bits, value_bits, head_dim", [(4, 4, 64), (3, 3, 128), (4, 2, 128), (2, None, 64), (4, "no values", 64)]
+)
 def test_the_gpu_kernel_unpacks_numbers(key_bits, value_bits, head_dim):
-    queries, entries, plain = make_packed(key_bits, head_dim, value_bits=value_bits, batch=1, heads=1, slots=136)
+    has_values = value_bits != "no values"
+    bits = value_bits if has_values else 0
+    queries, entries, plain = make_packed(key_bits, head_dim, value_bits=bits, batch=1, heads=1, slots=136)
+    if not has_values:
+        entries, plain = (dataclasses.replace(each, values=None) for each in (entries, plain))
     compare(jax.jit(run_gpu)(queries, entries), queries, plain)
 
 
