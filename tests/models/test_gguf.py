@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import random
 import shutil
 import struct
@@ -119,7 +120,8 @@ def entry(shape, kind=0, offset=0, name=b"x"):
         (struct.pack("<4sIQQ", b"GGUF", 3, 0, 2**60), "more than the file can hold"),
         (struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, 2**62) + bytes(40), "more than the file can hold"),
         (HEADER + entry([2**40, 2**20]), "exceeds the end of the file"),
-        (HEADER + entry([8], offset=2**63), "exceeds the end of the file"),
+        (HEADER + entry([8], offset=2**63), "'x' has offset 9223372036854775808; expected 0, the padded end"),
+        (HEADER + entry([8]) + bytes(100), "'x' ends at byte 96, but the file has 157 bytes"),
         (HEADER + entry([0]), "shape .0."),
         (HEADER + entry([33], kind=8) + bytes(64), "blocks of 32"),
         (HEADER + entry([32], kind=999) + bytes(64), "unknown type 999"),
@@ -134,6 +136,33 @@ def test_damaged_files_are_refused(content, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         formats.load_model(path)
     assert str(path) in str(error.value)
+
+
+def test_a_flipped_bit_of_the_tensor_table_is_refused_or_changes_only_a_name(tmp_path):
+    path, table, data = tmp_path / "model.gguf", b"", b""
+    kinds = ("F32", "Q8_0", "F16", "Q4_1", "Q6_K", "F32")
+    for number, kind in enumerate(kinds):
+        kind, shape = gguf.GGMLQuantizationType[kind], (256, 3)[: 1 + number % 2]
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        table += entry(shape, kind, len(data), name=b"tensor%d" % number)
+        data += random.Random(number).randbytes(math.prod(shape) // block * block_bytes)
+        data += bytes(-len(data) % 32)
+    header = struct.pack("<4sIQQ", b"GGUF", 3, len(kinds), 0)
+
+    def tensors(table):
+        path.write_bytes((content := header + table) + bytes(-len(content) % 32) + data)
+        return [(t.shape, t.quantization, t.data.tobytes()) for t in gguf_file.read_gguf(path).tensors.values()]
+
+    expected, num_refused = tensors(table), 0
+    for bit in range(8 * len(table)):
+        damaged = bytearray(table)
+        damaged[bit // 8] ^= 1 << bit % 8
+        try:
+            assert tensors(bytes(damaged)) == expected
+        except ValueError as error:
+            assert path.name in str(error)
+            num_refused += 1
+    assert num_refused >= 8 * (len(table) - len(kinds) * len(b"tensor0"))
 
 
 @pytest.mark.parametrize("cases", [100, pytest.param(300, marks=pytest.mark.heavy)])

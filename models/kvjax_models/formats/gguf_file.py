@@ -191,12 +191,22 @@ class _Header:
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 8 <= alignment <= 2**20 or alignment % 8:
             raise ValueError(f"general.alignment={alignment!r} must be a multiple of 8, at most 2**20")
-        start = -(-self._position // alignment) * alignment
+        start = end = -(-self._position // alignment) * alignment
         tensors: dict[str, QuantizedTensor] = {}
         for name, shape, kind, offset in entries:
             if name in tensors:
                 raise ValueError(f"the tensor {name!r} is repeated")
+            # llama.cpp requires this, too: a damaged offset, type or shape contradicts the next tensor's offset.
+            if start + offset != (padded_end := -(-end // alignment) * alignment):
+                raise ValueError(
+                    f"the tensor {name!r} has offset {offset}; expected {padded_end - start}, the padded end of the "
+                    "tensor before it"
+                )
             tensors[name] = self._tensor(name, shape, kind, start + offset)
+            end = start + offset + tensors[name].data.size
+        padding = len(self._buffer) - end
+        if tensors and padding not in (0, -end % alignment):
+            raise ValueError(f"the last tensor {name!r} ends at byte {end}, but the file has {len(self._buffer)} bytes")
         return GGUFFile(path, metadata, tensors)
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
