@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvjax_models import formats
-from kvjax_models.formats import gguf_file
+from kvjax_models.formats import gguf_checkpoint, gguf_file
 from kvjax_models.formats.gguf_file import QuantizedTensor
 from tests.models.gguf_files import ARCHITECTURES, write_gguf
 from tests.models.support import GOLDEN, assert_equal_parameters, damage_bytes, memory_limit, time_limit
@@ -183,6 +183,13 @@ def test_damaged_models_are_loaded_or_refused_soon(small_file, cases):
     assert num_refused >= cases / 4
 
 
+YARN = {
+    "llama.rope.scaling.type": "yarn",
+    "llama.rope.scaling.factor": 4.0,
+    "llama.rope.scaling.original_context_length": 64,
+}
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
@@ -192,6 +199,18 @@ def test_damaged_models_are_loaded_or_refused_soon(small_file, cases):
         ({"llama.attention.value_length": 4}, "value_length must equal llama.attention.key_length=8"),
         ({"llama.attention.head_count_kv": [1, 2]}, "head_count_kv differs between layers"),
         ({"llama.rope.scaling.type": "odd"}, "rope_type='odd' is not supported"),
+        ({"tokenizer.ggml.tokens": ["a"]}, "token_embd.weight has 64 rows, but tokenizer.ggml.tokens has 1 tokens"),
+        (
+            {"llama.attention.causal": False, "llama.embedding_scale": 2.0},
+            "not supported: llama.attention.causal=False, llama.embedding_scale=2.0",
+        ),
+        ({"llama.attention.sliding_window": 8}, "not supported: llama.attention.sliding_window=8"),
+        ({"llama.attention.sliding_window_pattern": [True, True]}, "llama.attention.sliding_window_pattern=True"),
+        ({"llama.rope.freq_base_swa": 5e5}, "llama.rope.freq_base_swa=500000.0"),
+        ({"llama.key_of_next_year": 0}, "llama.key_of_next_year=0"),
+        (YARN | {"llama.rope.scaling.yarn_beta_fast": 4.0}, "llama.rope.scaling.yarn_beta_fast=4.0"),
+        (YARN | {"llama.rope.scaling.yarn_attn_factor": 2.0}, "yarn_attn_factor=2.0 .* supported: YaRN's 1.13863"),
+        ({"llama.rope.scaling.attn_factor": 2.0}, "attn_factor=2.0 is not supported with rope_type='none'"),
     ],
 )
 def test_metadata_that_no_model_has_is_refused(metadata, message, tmp_path):
@@ -199,3 +218,35 @@ def test_metadata_that_no_model_has_is_refused(metadata, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         formats.load_config(tmp_path / "model.gguf")
     assert "model.gguf" in str(error.value)
+
+
+def load_config(family, path, metadata, missing=()):
+    """Returns the configuration of a file of a family with additional and without some metadata."""
+    write_gguf(GOLDEN / family, path, metadata=metadata)
+    file = gguf_file.read_gguf(path)
+    metadata = {key: value for key, value in file.metadata.items() if key not in missing}
+    return gguf_checkpoint.load_config(dataclasses.replace(file, metadata=metadata))
+
+
+def test_metadata_that_changes_nothing_is_accepted(tmp_path):
+    harmless = {
+        "attention.causal": True, "attention.clamp_kqv": 0.0, "attention.layer_norm_epsilon": 1e-5,
+        "attention.sliding_window": 0, "embedding_scale": 1.0, "expert_count": 0, "expert_used_count": 0,
+        "rope.freq_base_swa": 10000.0, "rope.scaling.finetuned": False, "rope.scaling.type": "none",
+        "tensor_data_layout": "Meta AI original pth", "vocab_size": 64,
+    }  # fmt: skip
+    metadata = {f"llama.{key}": value for key, value in harmless.items()} | {"general.key_of_next_year": 1}
+    assert load_config("llama2", tmp_path / "a.gguf", metadata) == load_config("llama2", tmp_path / "b.gguf", {})
+
+
+def test_older_and_rare_keys_have_the_meaning_of_llama_cpp(tmp_path):
+    path = tmp_path / "model.gguf"
+    assert load_config("llama2", path, {"llama.rope.scale_linear": 4.0}).rotary(0).frequencies[0] == 0.25
+    assert load_config("llama2", path, {"llama.rope.scaling.factor": 2.0}).rotary(0).frequencies[0] == 0.5
+    factors = {"llama.rope.scaling.attn_factor": 2.0, "llama.rope.scaling.yarn_attn_factor": 0.1 * math.log(4) + 1}
+    yarn = load_config("llama2", path, YARN | factors)
+    assert yarn.rotary(0).factor == pytest.approx(2 * (0.1 * math.log(4) + 1)) and yarn.max_length == 256
+    assert load_config("gemma3", path, {"gemma3.attention.sliding_window_pattern": 1}).windows == ()
+    assert load_config("gemma3", path, {"gemma3.attention.sliding_window_pattern": 0}).windows == (8, 8)
+    assert load_config("gemma2", path, {}, ["gemma2.attention.sliding_window"]).windows == (4096, None)
+    assert load_config("phi3", path, {"phi3.attention.sliding_window": 0}).windows == ()
