@@ -83,6 +83,16 @@ def test_a_split_model_is_loaded_from_its_first_file(tmp_path):
     assert_equal_parameters(formats.load_model(files[0]), expected)
     with pytest.raises(ValueError, match=r"is not the first of \d+ files; pass model-00001-of-"):
         formats.load_model(files[1])
+    links = tmp_path / "links"
+    links.mkdir()
+    for name in ("model.gguf", "latest", files[0].name):  # the other parts are next to the target
+        (links / name).symlink_to(files[0])
+        assert formats.load_config(links / name) == formats.load_config(files[0])
+    (links / "cycle.gguf").symlink_to(links / "cycle.gguf")
+    (links / "folder.gguf").symlink_to(tmp_path)
+    for name, message in (("cycle.gguf", "cannot be read"), ("folder.gguf", "is not a regular file")):
+        with pytest.raises(ValueError, match=message):
+            formats.load_config(links / name)
     files[-1].unlink()
     with pytest.raises(FileNotFoundError, match=files[-1].name):
         formats.load_model(files[0])
