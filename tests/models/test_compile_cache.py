@@ -11,6 +11,7 @@ import pytest
 
 from kvjax_models import compile_cache
 from kvjax_models.stopwatch import Stopwatch
+from kvjax_models.user_cache import user_cache_directory
 from tests.models import tiny
 from tests.models.support import start_python
 
@@ -84,7 +85,11 @@ def test_users_settings_have_precedence(configured, monkeypatch, tmp_path):
 def test_an_unusable_directory_disables_the_cache(configured, monkeypatch, tmp_path):
     (tmp_path / "jax").write_text("a file")
     compile_cache.enable_persistent_cache()
+    monkeypatch.setenv("KVJAX_CACHE", "~no_such_user/kvjax")
+    compile_cache.enable_persistent_cache()
     assert configured == {}
+    with pytest.raises(FileNotFoundError, match="KVJAX_CACHE='~no_such_user/kvjax' names a user without a home"):
+        user_cache_directory()
 
 
 def test_incomplete_entries_are_removed_unless_the_cache_is_locked(configured, tmp_path):
