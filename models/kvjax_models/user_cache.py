@@ -10,8 +10,8 @@ def user_cache_directory() -> pathlib.Path:
     """Returns `$KVJAX_CACHE`, else `$XDG_CACHE_HOME/kvjax`, else `~/.cache/kvjax`; the directory may not exist.
 
     Raises:
-        FileNotFoundError: if neither a home directory nor any of the variables is set, or `$KVJAX_CACHE` begins with the
-            name of an unknown user.
+        FileNotFoundError: if neither a home directory nor any of the variables is set, or if `$KVJAX_CACHE` begins with
+            the name of an unknown user.
     """
     if directory := os.environ.get(CACHE_VARIABLE):
         try:
