@@ -135,6 +135,13 @@ def test_missing_keys_are_listed():
         ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act='silu' .supported: gelu, gelu_pytorch_tanh"),
         ({"model_type": "gpt_oss", "experts_per_token": 2}, "not supported: experts_per_token=2"),
         ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
+        (
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {"full_attention": {}, "sliding_attention": {"partial_rotary_factor": 0.5}},
+            },
+            "partial_rotary_factor=0.5 is not supported for gemma3_text",
+        ),
         ({"rope_scaling": YARN | {"alpha": 2.0, "attn_factor": 0.5}}, "alpha=2.0, attn_factor=0.5 is not supported"),
         ({"rope_scaling": YARN | {"factor": 1e6, "original_max_position_embeddings": 10**6}}, "factor=1000000.0 times"),
     ],

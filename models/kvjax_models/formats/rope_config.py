@@ -52,6 +52,7 @@ def parse_rope(family: Family, values: Values, head_dim: int) -> dict[str, Any]:
     window_theta = None
     if sliding_rope is not None or "rope_local_base_freq" in family.defaults:
         local = {"rope_theta": values.get("rope_local_base_freq", theta), **(sliding_rope or {})}
+        _rotary_dim(family, local, values, head_dim)  # refuses a partial rotation
         if rope_scaling(local, values, rotary_dim) is not None:
             raise ValueError(
                 f"rope_parameters={sliding_rope!r} is not supported for sliding attention; supported: 'default'"
