@@ -150,11 +150,11 @@ def test_damaged_files_are_refused(content, message, tmp_path):
 
 def test_a_flipped_bit_of_the_tensor_table_is_refused_or_changes_only_a_name(tmp_path):
     path, table, data = tmp_path / "model.gguf", b"", b""
-    kinds = ("F32", "Q8_0", "F16", "Q4_1", "Q6_K", "F32")
+    kinds = ("F32", "Q8_0", "F16", "Q4_1", "F32")
     for number, kind in enumerate(kinds):
         kind, shape = gguf.GGMLQuantizationType[kind], (256, 3)[: 1 + number % 2]
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        table += entry(shape, kind, len(data), name=b"tensor%d" % number)
+        table += entry(shape, kind, len(data), name=b"%d" % number)
         data += random.Random(number).randbytes(math.prod(shape) // block * block_bytes)
         data += bytes(-len(data) % 32)
     header = struct.pack("<4sIQQ", b"GGUF", 3, len(kinds), 0)
@@ -172,7 +172,7 @@ def test_a_flipped_bit_of_the_tensor_table_is_refused_or_changes_only_a_name(tmp
         except ValueError as error:
             assert path.name in str(error)
             num_refused += 1
-    assert num_refused >= 8 * (len(table) - len(kinds) * len(b"tensor0"))
+    assert num_refused >= 8 * (len(table) - len(kinds))
 
 
 @pytest.mark.parametrize("cases", [100, pytest.param(300, marks=pytest.mark.heavy)])
