@@ -84,7 +84,7 @@ def _store_digests(directory: pathlib.Path) -> None:
 
     def get(cache: Any, key: str) -> bytes | None:
         value = read(cache, key)
-        if value is None or cache.path != directory:
+        if value is None or str(cache.path) != str(directory):
             return value
         program = value[:-_DIGEST_BYTES]
         if _digest(program) == value[-_DIGEST_BYTES:]:
@@ -96,7 +96,7 @@ def _store_digests(directory: pathlib.Path) -> None:
         return None
 
     def put(cache: Any, key: str, value: bytes) -> None:
-        write(cache, key, value + _digest(value) if cache.path == directory else value)
+        write(cache, key, value + _digest(value) if str(cache.path) == str(directory) else value)
 
     LRUCache.get, LRUCache.put = get, put  # type: ignore[method-assign, assignment]
 
