@@ -1,5 +1,8 @@
 """Compiled programs: their cache on disk, and limits of how many a long-lived process creates and holds."""
 
+import contextlib
+import functools
+import hashlib
 import os
 import pathlib
 from collections.abc import Iterable
@@ -16,6 +19,8 @@ _PERSISTENT_CACHE_OPTIONS = {
     "jax_compilation_cache_max_size": 2 * 2**30,  # bytes; JAX removes the programs used longest ago
     "jax_persistent_cache_min_compile_time_secs": 0.5,
 }
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
 
 # XLA:CPU takes hundreds of memory maps per program and aborts the process at Linux's limit.
 _MAX_SHARE_OF_LIMIT = 0.6
@@ -34,6 +39,7 @@ def enable_persistent_cache() -> None:
         directory = user_cache_directory() / "jax"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # JAX trusts the programs in it
         _remove_incomplete_entries(directory)
+        _store_digests(directory)
     except OSError as error:
         logging.info("compiled programs are not stored: %s", error)
         return
@@ -57,6 +63,46 @@ def _remove_incomplete_entries(directory: pathlib.Path) -> None:
                     path.unlink(missing_ok=True)
     except filelock.Timeout:
         return  # another process reads or writes a program
+
+
+@functools.cache
+def _store_digests(directory: pathlib.Path) -> None:
+    """Makes JAX store a digest with every program of a directory, and remove programs that do not match theirs.
+
+    JAX itself never replaces a damaged program: every process would warn about it and compile again. Where its
+    compression has no checksum, damaged machine code could even be run. Does nothing if a later version of JAX has
+    another cache.
+
+    Args:
+        directory: the directory of the programs.
+    """
+    try:
+        from jax._src.lru_cache import LRUCache  # JAX has no public interface for caches
+    except ImportError:
+        return
+    read, write = LRUCache.get, LRUCache.put
+
+    def get(cache: Any, key: str) -> bytes | None:
+        value = read(cache, key)
+        if value is None or str(cache.path) != str(directory):
+            return value
+        program = value[:-_DIGEST_BYTES]
+        if _digest(program) == value[-_DIGEST_BYTES:]:
+            return program
+        logging.info("removing the damaged program %s", key)
+        with cache.lock.acquire(cache.lock_timeout_secs) if cache.eviction_enabled else contextlib.nullcontext():
+            for kind in ("cache", "atime"):
+                (directory / f"{key}-{kind}").unlink(missing_ok=True)
+        return None
+
+    def put(cache: Any, key: str, value: bytes) -> None:
+        write(cache, key, value + _digest(value) if str(cache.path) == str(directory) else value)
+
+    LRUCache.get, LRUCache.put = get, put  # type: ignore[method-assign, assignment]
+
+
+def _digest(program: bytes) -> bytes:
+    return hashlib.sha256(program).digest()
 
 
 def length_bucket(tokens: int) -> range:

@@ -10,10 +10,16 @@ def user_cache_directory() -> pathlib.Path:
     """Returns `$KVJAX_CACHE`, else `$XDG_CACHE_HOME/kvjax`, else `~/.cache/kvjax`; the directory may not exist.
 
     Raises:
-        FileNotFoundError: if neither a home directory nor any of the variables is set.
+        FileNotFoundError: if neither a home directory nor any of the variables is set, or if `$KVJAX_CACHE` begins with
+            the name of an unknown user.
     """
     if directory := os.environ.get(CACHE_VARIABLE):
-        return pathlib.Path(directory).expanduser()
+        try:
+            return pathlib.Path(directory).expanduser()
+        except RuntimeError:
+            raise FileNotFoundError(
+                f"{CACHE_VARIABLE}={directory!r} names a user without a home directory; set it to another directory"
+            ) from None
     if directory := os.environ.get("XDG_CACHE_HOME"):
         return pathlib.Path(directory) / "kvjax"
     try:

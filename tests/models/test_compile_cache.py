@@ -11,6 +11,7 @@ import pytest
 
 from kvjax_models import compile_cache
 from kvjax_models.stopwatch import Stopwatch
+from kvjax_models.user_cache import user_cache_directory
 from tests.models import tiny
 from tests.models.support import start_python
 
@@ -28,7 +29,7 @@ print(json.dumps(counts | {{"text": text, "directory": jax.config.jax_compilatio
 """
 
 
-def test_a_second_process_compiles_nothing(tmp_path, monkeypatch):
+def test_a_second_process_compiles_only_what_is_damaged(tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
@@ -43,9 +44,14 @@ def test_a_second_process_compiles_nothing(tmp_path, monkeypatch):
 
     first, entries = run()
     assert first["directory"] == str(tmp_path / "jax") and first["misses"] > 3
+    damaged = dict.fromkeys(sorted(entries)[::4], b"damaged")
+    for name, content in damaged.items():
+        (tmp_path / "jax" / name).write_bytes(content)
     second, entries_after = run()
-    assert second["text"] == first["text"] and second["misses"] == 0 and second["hits"] >= first["misses"]
-    assert entries and entries_after == entries
+    assert second["text"] == first["text"] and second["misses"] == len(damaged)
+    assert second["hits"] >= first["misses"] - len(damaged)
+    assert entries and {name for name in entries if entries_after[name] != entries[name]} == set(damaged)
+    assert all((tmp_path / "jax" / name).read_bytes() != content for name, content in damaged.items())
 
 
 @pytest.fixture
@@ -84,7 +90,11 @@ def test_users_settings_have_precedence(configured, monkeypatch, tmp_path):
 def test_an_unusable_directory_disables_the_cache(configured, monkeypatch, tmp_path):
     (tmp_path / "jax").write_text("a file")
     compile_cache.enable_persistent_cache()
+    monkeypatch.setenv("KVJAX_CACHE", "~no_such_user/kvjax")
+    compile_cache.enable_persistent_cache()
     assert configured == {}
+    with pytest.raises(FileNotFoundError, match="KVJAX_CACHE='~no_such_user/kvjax' names a user without a home"):
+        user_cache_directory()
 
 
 def test_incomplete_entries_are_removed_unless_the_cache_is_locked(configured, tmp_path):

@@ -125,6 +125,25 @@ def test_missing_keys_are_listed():
         ({"model_type": "qwen2", "layer_types": ["sliding_attention"], "use_sliding_window": True},
          "layer_types has 1 entries"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "types=.*for llama: its layers are equal"),
+        ({"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window=True is not supported for llama"),
+        ({"clip_qkv": 8.0, "use_qk_norm": True}, "not supported: clip_qkv=8.0, use_qk_norm=True"),
+        ({"embedding_multiplier": 12.0, "is_causal": False}, "embedding_multiplier=12.0, is_causal=False"),
+        ({"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config="),
+        ({"model_type": "gemma2", "sliding_window_pattern": 3}, "not supported: sliding_window_pattern=3"),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern=0 must be an integer"),
+        ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act='silu' .supported: gelu, gelu_pytorch_tanh"),
+        ({"model_type": "gpt_oss", "experts_per_token": 2}, "not supported: experts_per_token=2"),
+        ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
+        (
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {"full_attention": {}, "sliding_attention": {"partial_rotary_factor": 0.5}},
+            },
+            "partial_rotary_factor=0.5 is not supported for gemma3_text",
+        ),
+        ({"rope_scaling": YARN | {"alpha": 2.0, "attn_factor": 0.5}}, "alpha=2.0, attn_factor=0.5 is not supported"),
+        ({"rope_scaling": YARN | {"factor": 1e6, "original_max_position_embeddings": 10**6}}, "factor=1000000.0 times"),
     ],
 )  # fmt: skip
 def test_invalid_values_are_refused_by_key(changes, message):
@@ -158,6 +177,46 @@ def test_defaults_of_transformers():
 def test_layers_with_a_window(values, windows):
     """Other families and settings are compared with transformers in test_parity."""
     assert parse_config(values).windows == windows
+
+
+def test_harmless_keys_are_accepted():
+    """Keys of published files, and those that transformers and training libraries add."""
+    harmless = {
+        "_attn_implementation_autoset": True, "_name_or_path": "x", "attention_dropout": 0.1, "attn_pdrop": 0.1,
+        "clip_qkv": None, "embedding_multiplier": 1.0, "full_attn_mod": 1, "initializer_range": 0.02,
+        "interpolate_factor": 1, "is_causal": True, "layer_norm_eps": 1e-5, "layer_types": ["full_attention"] * 2,
+        "max_window_layers": 2, "output_router_logits": True, "pretraining_tp": 2, "rope_interleaved": False,
+        "router_aux_loss_coef": 0.9, "sliding_window": 8, "transformers.js_config": {"dtype": "q4"},
+        "unsloth_version": "2025.1", "use_cache": True, "use_mrope": False, "use_sliding_window": False,
+    }  # fmt: skip
+    assert parse_config(LLAMA | harmless) == parse_config(LLAMA)
+    assert parse_config(LLAMA | {"rope_scaling": YARN | {"finetuned": True, "attn_factor": 1}}) == parse_config(
+        LLAMA | {"rope_scaling": YARN}
+    )
+    for model_type, key, value in (
+        ("gemma2", "sliding_window_size", 4096),
+        ("gpt_oss", "experts_per_token", 4),
+        ("gpt_oss", "num_experts", 128),
+    ):
+        values = LLAMA | {"model_type": model_type}
+        assert parse_config(values | {key: value}) == parse_config(values)
+
+
+def test_sliding_window_pattern_of_gemma3():
+    values = LLAMA | {"model_type": "gemma3_text", "num_hidden_layers": 7, "sliding_window": 8}
+    assert parse_config(values).windows == (8, 8, 8, 8, 8, None, 8)
+    for key in ("sliding_window_pattern", "_sliding_window_pattern"):
+        assert parse_config(values | {key: 2}).windows == (8, None) * 3 + (8,)
+    assert parse_config(values | {"sliding_window_pattern": 1, "_sliding_window_pattern": 6}).windows == ()
+    listed = {"sliding_window_pattern": 2, "layer_types": ["sliding_attention"] * 7}
+    assert parse_config(values | listed).windows == (8,) * 7
+
+
+def test_yarn_extends_the_context():
+    values = LLAMA | {"max_position_embeddings": 40}
+    assert parse_config(values | {"rope_scaling": YARN}).max_length == 128
+    assert parse_config(values | {"rope_scaling": YARN | {"factor": 1.1}}).max_length == 40
+    assert parse_config(values | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}).max_length == 40
 
 
 def test_multimodal_gemma3_gives_its_text_decoder():

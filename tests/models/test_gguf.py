@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import random
 import shutil
 import struct
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvjax_models import formats
-from kvjax_models.formats import gguf_file
+from kvjax_models.formats import gguf_checkpoint, gguf_file
 from kvjax_models.formats.gguf_file import QuantizedTensor
 from tests.models.gguf_files import ARCHITECTURES, write_gguf
 from tests.models.support import GOLDEN, assert_equal_parameters, damage_bytes, memory_limit, time_limit
@@ -82,6 +83,16 @@ def test_a_split_model_is_loaded_from_its_first_file(tmp_path):
     assert_equal_parameters(formats.load_model(files[0]), expected)
     with pytest.raises(ValueError, match=r"is not the first of \d+ files; pass model-00001-of-"):
         formats.load_model(files[1])
+    links = tmp_path / "links"
+    links.mkdir()
+    for name in ("model.gguf", "latest", files[0].name):  # the other parts are next to the target
+        (links / name).symlink_to(files[0])
+        assert formats.load_config(links / name) == formats.load_config(files[0])
+    (links / "cycle.gguf").symlink_to(links / "cycle.gguf")
+    (links / "folder.gguf").symlink_to(tmp_path)
+    for name, message in (("cycle.gguf", "cannot be read"), ("folder.gguf", "is not a regular file")):
+        with pytest.raises(ValueError, match=message):
+            formats.load_config(links / name)
     files[-1].unlink()
     with pytest.raises(FileNotFoundError, match=files[-1].name):
         formats.load_model(files[0])
@@ -119,7 +130,8 @@ def entry(shape, kind=0, offset=0, name=b"x"):
         (struct.pack("<4sIQQ", b"GGUF", 3, 0, 2**60), "more than the file can hold"),
         (struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, 2**62) + bytes(40), "more than the file can hold"),
         (HEADER + entry([2**40, 2**20]), "exceeds the end of the file"),
-        (HEADER + entry([8], offset=2**63), "exceeds the end of the file"),
+        (HEADER + entry([8], offset=2**63), "'x' has offset 9223372036854775808; expected 0, the padded end"),
+        (HEADER + entry([8]) + bytes(100), "'x' ends at byte 96, but the file has 157 bytes"),
         (HEADER + entry([0]), "shape .0."),
         (HEADER + entry([33], kind=8) + bytes(64), "blocks of 32"),
         (HEADER + entry([32], kind=999) + bytes(64), "unknown type 999"),
@@ -134,6 +146,33 @@ def test_damaged_files_are_refused(content, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         formats.load_model(path)
     assert str(path) in str(error.value)
+
+
+def test_a_flipped_bit_of_the_tensor_table_is_refused_or_changes_only_a_name(tmp_path):
+    path, table, data = tmp_path / "model.gguf", b"", b""
+    kinds = ("F32", "Q8_0", "F16", "Q4_1", "F32")
+    for number, kind in enumerate(kinds):
+        kind, shape = gguf.GGMLQuantizationType[kind], (256 if number else 8, 3)[: 1 + number % 2]
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        table += entry(shape, kind, len(data), name=b"%d" % number)
+        data += random.Random(number).randbytes(math.prod(shape) // block * block_bytes)
+        data += bytes(-len(data) % 32)
+    header = struct.pack("<4sIQQ", b"GGUF", 3, len(kinds), 0)
+
+    def tensors(table):
+        path.write_bytes((content := header + table) + bytes(-len(content) % 32) + data)
+        return [(t.shape, t.quantization, t.data.tobytes()) for t in gguf_file.read_gguf(path).tensors.values()]
+
+    expected, num_refused = tensors(table), 0
+    for bit in range(8 * len(table)):
+        damaged = bytearray(table)
+        damaged[bit // 8] ^= 1 << bit % 8
+        try:
+            assert tensors(bytes(damaged)) == expected
+        except ValueError as error:
+            assert path.name in str(error)
+            num_refused += 1
+    assert num_refused >= 8 * (len(table) - len(kinds))
 
 
 @pytest.mark.parametrize("cases", [100, pytest.param(300, marks=pytest.mark.heavy)])
@@ -154,6 +193,13 @@ def test_damaged_models_are_loaded_or_refused_soon(small_file, cases):
     assert num_refused >= cases / 4
 
 
+YARN = {
+    "llama.rope.scaling.type": "yarn",
+    "llama.rope.scaling.factor": 4.0,
+    "llama.rope.scaling.original_context_length": 64,
+}
+
+
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
@@ -163,6 +209,18 @@ def test_damaged_models_are_loaded_or_refused_soon(small_file, cases):
         ({"llama.attention.value_length": 4}, "value_length must equal llama.attention.key_length=8"),
         ({"llama.attention.head_count_kv": [1, 2]}, "head_count_kv differs between layers"),
         ({"llama.rope.scaling.type": "odd"}, "rope_type='odd' is not supported"),
+        ({"tokenizer.ggml.tokens": ["a"]}, "token_embd.weight has 64 rows, but tokenizer.ggml.tokens has 1 tokens"),
+        (
+            {"llama.attention.causal": False, "llama.embedding_scale": 2.0},
+            "not supported: llama.attention.causal=False, llama.embedding_scale=2.0",
+        ),
+        ({"llama.attention.sliding_window": 8}, "not supported: llama.attention.sliding_window=8"),
+        ({"llama.attention.sliding_window_pattern": [True, True]}, "llama.attention.sliding_window_pattern=True"),
+        ({"llama.rope.freq_base_swa": 5e5}, "llama.rope.freq_base_swa=500000.0"),
+        ({"llama.key_of_next_year": 0}, "llama.key_of_next_year=0"),
+        (YARN | {"llama.rope.scaling.yarn_beta_fast": 4.0}, "llama.rope.scaling.yarn_beta_fast=4.0"),
+        (YARN | {"llama.rope.scaling.yarn_attn_factor": 2.0}, "yarn_attn_factor=2.0 .* supported: YaRN's 1.13863"),
+        ({"llama.rope.scaling.attn_factor": 2.0}, "attn_factor=2.0 is not supported with rope_type='none'"),
     ],
 )
 def test_metadata_that_no_model_has_is_refused(metadata, message, tmp_path):
@@ -170,3 +228,35 @@ def test_metadata_that_no_model_has_is_refused(metadata, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         formats.load_config(tmp_path / "model.gguf")
     assert "model.gguf" in str(error.value)
+
+
+def load_config(family, path, metadata, missing=()):
+    """Returns the configuration of a file of a family with additional and without some metadata."""
+    write_gguf(GOLDEN / family, path, metadata=metadata)
+    file = gguf_file.read_gguf(path)
+    metadata = {key: value for key, value in file.metadata.items() if key not in missing}
+    return gguf_checkpoint.load_config(dataclasses.replace(file, metadata=metadata))
+
+
+def test_metadata_that_changes_nothing_is_accepted(tmp_path):
+    harmless = {
+        "attention.causal": True, "attention.clamp_kqv": 0.0, "attention.layer_norm_epsilon": 1e-5,
+        "attention.sliding_window": 0, "embedding_scale": 1.0, "expert_count": 0, "expert_used_count": 0,
+        "rope.freq_base_swa": 10000.0, "rope.scaling.finetuned": False, "rope.scaling.type": "none",
+        "tensor_data_layout": "Meta AI original pth", "vocab_size": 64,
+    }  # fmt: skip
+    metadata = {f"llama.{key}": value for key, value in harmless.items()} | {"general.key_of_next_year": 1}
+    assert load_config("llama2", tmp_path / "a.gguf", metadata) == load_config("llama2", tmp_path / "b.gguf", {})
+
+
+def test_older_and_rare_keys_have_the_meaning_of_llama_cpp(tmp_path):
+    path = tmp_path / "model.gguf"
+    assert load_config("llama2", path, {"llama.rope.scale_linear": 4.0}).rotary(0).frequencies[0] == 0.25
+    assert load_config("llama2", path, {"llama.rope.scaling.factor": 2.0}).rotary(0).frequencies[0] == 0.5
+    factors = {"llama.rope.scaling.attn_factor": 2.0, "llama.rope.scaling.yarn_attn_factor": 0.1 * math.log(4) + 1}
+    yarn = load_config("llama2", path, YARN | factors)
+    assert yarn.rotary(0).factor == pytest.approx(2 * (0.1 * math.log(4) + 1)) and yarn.max_length == 256
+    assert load_config("gemma3", path, {"gemma3.attention.sliding_window_pattern": 1}).windows == ()
+    assert load_config("gemma3", path, {"gemma3.attention.sliding_window_pattern": 0}).windows == (8, 8)
+    assert load_config("gemma2", path, {}, ["gemma2.attention.sliding_window"]).windows == (4096, None)
+    assert load_config("phi3", path, {"phi3.attention.sliding_window": 0}).windows == ()

@@ -13,8 +13,10 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
-def write(path, tokens, kinds=None, **metadata):
-    writer = gguf.GGUFWriter(path, "llama")
+def write(path, tokens, kinds=None, architecture="llama", name=None, **metadata):
+    writer = gguf.GGUFWriter(path, architecture)
+    if name is not None:
+        writer.add_name(name)
     writer.add_array("tokenizer.ggml.tokens", tokens)
     writer.add_array("tokenizer.ggml.token_type", [NORMAL] * len(tokens) if kinds is None else kinds)
     for key, value in metadata.items():
@@ -84,6 +86,24 @@ def test_unknown_characters_become_bytes_and_spaces_survive(tmp_path):
     assert tokenizer.backend.encode("a \u00e9").tokens == ["\u2581", "a", "\u2581", "<0xC3>", "<0xA9>"]
     for text in ("a b", "  a  b ", "\u00e9\n\U0001f600", ""):
         assert tokenizer.decode(tokenizer.encode(text, add_bos=False)) == text
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "strips"),
+    [("llama", "Phi3", True), ("llama", "Phi 3.5 Mini", True), ("phi3", "Tuned", True), ("llama", "Tuned", False)],
+)
+def test_special_tokens_of_phi3_include_the_white_space_after_them(architecture, name, strips, tmp_path):
+    tokens = [*PIECES, "<|user|>", "</s>", "<|endoftext|>"]
+    tokens[2] = "\n"
+    kinds = [UNKNOWN, CONTROL, NORMAL, *[BYTE] * 256, *[NORMAL] * (len(PIECES) - 259), CONTROL, USER_DEFINED, CONTROL]
+    write(
+        tmp_path / "t.gguf", tokens, kinds, architecture, name=name, model="llama", scores=[0.0] * len(tokens),
+        add_bos_token=False, add_space_prefix=False,
+    )  # fmt: skip
+    encode = formats.load_tokenizer(tmp_path / "t.gguf").encode
+    spaces = [] if strips else ["\n"]
+    assert [tokens[i] for i in encode("<|user|>\na</s>\n")] == ["<|user|>", *spaces, "a", "</s>", *spaces]
+    assert [tokens[i] for i in encode("<|endoftext|>\na")] == ["<|endoftext|>", "\n", "a"]
 
 
 @pytest.mark.parametrize(

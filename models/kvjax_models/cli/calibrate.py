@@ -5,6 +5,7 @@ import pydoc_data.topics
 
 from kvjax_models import calibration
 from kvjax_models.cli.options import ModelOptions, read_text, write_output, write_status
+from kvjax_models.user_cache import user_cache_directory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Calibrate(ModelOptions):
         """Runs the command; a text that is too short raises a ValueError."""
         if self.tokens < calibration.MIN_TOKENS:
             raise ValueError(f"--tokens={self.tokens} must be at least {calibration.MIN_TOKENS}")
+        user_cache_directory()  # an error before the measurement, not after it
         if self.text_file is None:
             text = "\n\n".join(topic for _, topic in sorted(pydoc_data.topics.topics.items()))
         else:

@@ -21,8 +21,10 @@ from kvjax_models.model.quantized import WeightDtype
 
 
 def is_gguf(path: str | os.PathLike) -> bool:
-    """Returns whether a path has the suffix of a GGUF file."""
-    return pathlib.Path(path).suffix.lower() == ".gguf"
+    """Returns whether a path, or the target of its links, has the suffix of a GGUF file."""
+    path = pathlib.Path(path)
+    target = pathlib.Path(os.path.realpath(path)) if path.is_symlink() else path
+    return ".gguf" in (path.suffix.lower(), target.suffix.lower())
 
 
 def load_config(path: str | os.PathLike) -> LlamaConfig:

@@ -9,21 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.spec import MAX_TOKENS
-from kvjax_models.formats import config_values, rope_config
+from kvjax_models.formats import config_keys, config_values, rope_config
 from kvjax_models.formats.config_values import Values, if_set
 from kvjax_models.formats.families import FAMILIES, FULL_ATTENTION, SLIDING_ATTENTION, Family
 from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.rotary import RopeScaling
 
-# Keys that change the decoder's computation; supported only in families that list them.
-_FAMILY_SPECIFIC = (
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "num_experts",
-    "num_local_experts",
-    "use_bidirectional_attention",
-    "use_mrope",
-)
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_GELUS = ("gelu", "gelu_pytorch_tanh")  # Gemma's hidden_act, which means the second one in both cases
+_GPT_OSS_SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -61,19 +55,21 @@ def parse_config(values: Values) -> LlamaConfig:
     """
     values = text_config(values)
     family = _family(values)
-    values = {**family.defaults, **{family.aliases.get(key, key): value for key, value in values.items()}}
+    aliased = {family.aliases[key]: value for key, value in values.items() if key in family.aliases}
+    values = {**family.defaults, **aliased, **{key: values[key] for key in values if key not in family.aliases}}
     if missing := [key for key in _REQUIRED if values.get(key) is None]:
         raise ValueError(f"missing keys: {', '.join(missing)}")
     _check_supported(family, values)
     layers = config_values.integer(values, "num_hidden_layers")
-    heads, width, vocab_size, max_length = (
-        config_values.integer(values, key)
-        for key in ("num_attention_heads", "hidden_size", "vocab_size", "max_position_embeddings")
+    heads, width, vocab_size = (
+        config_values.integer(values, key) for key in ("num_attention_heads", "hidden_size", "vocab_size")
     )
+    config_values.integer(values, "max_position_embeddings")
     config_values.check_special_tokens(values, vocab_size)
     if values.get("head_dim") is None and width % heads:
         raise ValueError(f"hidden_size={width} must be a multiple of num_attention_heads={heads}, or set head_dim")
     head_dim = config_values.integer({"head_dim": width // heads, **if_set(values, "head_dim")}, "head_dim")
+    fields = _family_fields(family, values, layers, head_dim)
     config = LlamaConfig(
         vocab_size=vocab_size,
         width=width,
@@ -84,11 +80,11 @@ def parse_config(values: Values) -> LlamaConfig:
         if values.get("num_key_value_heads") is None
         else config_values.integer(values, "num_key_value_heads"),
         head_dim=head_dim,
-        max_length=max_length,
+        max_length=_max_length(values, fields["rope_scaling"]),
         norm_epsilon=config_values.number({"rms_norm_eps": 1e-6, **values}, "rms_norm_eps"),
         tied_embeddings=config_values.boolean(values, "tie_word_embeddings"),
         windows=_parse_windows(family, values, layers),
-        **_family_fields(family, values, layers, head_dim),
+        **fields,
     )
     rope_config.check_frequencies(config)
     return config
@@ -164,20 +160,49 @@ def _family_fields(family: Family, values: Values, layers: int, head_dim: int) -
     return fields
 
 
+def _max_length(values: Values, scaling: RopeScaling | None) -> int:
+    """Returns the context length; YaRN extends it to `factor` times the original one, if that is larger.
+
+    Qwen's model cards enable YaRN by `rope_scaling` alone and leave `max_position_embeddings` at the original length.
+
+    Args:
+        values: values of the file.
+        scaling: scaling of the rotary embedding.
+
+    Raises:
+        ValueError: if the extended length is too large.
+    """
+    max_length = config_values.integer(values, "max_position_embeddings")
+    if scaling is None or scaling.kind != "yarn":
+        return max_length
+    extended = int(scaling.factor * scaling.original_length)
+    if extended > config_values.MAX_INTEGER:
+        raise ValueError(
+            f"factor={scaling.factor} times original_max_position_embeddings={scaling.original_length} must be at most "
+            f"{config_values.MAX_INTEGER}"
+        )
+    return max(max_length, extended)
+
+
 def _check_supported(family: Family, values: Values) -> None:
     """Refuses features that the decoder does not support.
 
     Raises:
         ValueError: with all of them.
     """
-    known = {*family.integers, *family.optional_numbers, *family.defaults}
-    unsupported = [f"{key}={values[key]!r}" for key in _FAMILY_SPECIFIC if key not in known and values.get(key)]
+    unsupported = config_keys.unsupported_keys(family, values)
     quantization = values.get("quantization_config")
     is_mxfp4 = isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4"
     if quantization and not (values["model_type"] == "gpt_oss" and is_mxfp4):
         unsupported.append(f"quantization_config={quantization!r}")
-    if values["model_type"] == "gpt_oss" and values.get("swiglu_limit", 7.0) != 7:
-        unsupported.append(f"swiglu_limit={values['swiglu_limit']!r} (supported: 7)")
+    if values["model_type"] == "gpt_oss":
+        unsupported += [
+            f"{key}={values[key]!r} (supported: {supported})"
+            for key, supported in _GPT_OSS_SWIGLU.items()
+            if values.get(key, supported) != supported
+        ]
+    if "hidden_activation" in family.defaults and values.get("hidden_act", "gelu") not in _GELUS:
+        unsupported.append(f"hidden_act={values['hidden_act']!r} (supported: {', '.join(_GELUS)})")
     if unsupported:
         raise ValueError(f"not supported: {', '.join(unsupported)}")
 
@@ -223,11 +248,11 @@ def _layer_types(family: Family, values: Values, layers: int) -> list[Any]:
     kinds = config_values.per_layer_list(values, "layer_types", layers)
     enabled = config_values.boolean(values, "use_sliding_window")
     has_window = values.get("sliding_window") is not None
-    if family.sliding == "never":
-        return [FULL_ATTENTION] * layers
-    if family.sliding in ("all", "all_if_enabled"):
+    if family.sliding in ("never", "all", "all_if_enabled"):
         # transformers ignores layer_types in these families, so only a consistent list is accepted.
-        uses_window = has_window and (enabled or family.sliding == "all")
+        if family.sliding == "never" and enabled and has_window:
+            raise ValueError(f"use_sliding_window=True is not supported for {values['model_type']}")
+        uses_window = has_window and (enabled or family.sliding == "all") and family.sliding != "never"
         expected = [SLIDING_ATTENTION if uses_window else FULL_ATTENTION] * layers
         if kinds is not None and kinds != expected:
             raise ValueError(f"layer_types={kinds} is not supported for {values['model_type']}: its layers are equal")
@@ -241,6 +266,8 @@ def _layer_types(family: Family, values: Values, layers: int) -> list[Any]:
         slides = [enabled and has_window and not rotates for rotates in _layers_with_rope(values, layers)]
     else:
         period = family.full_attention_period
+        if "sliding_window_pattern" in family.defaults:
+            period = config_values.integer(values, "sliding_window_pattern")
         slides = [has_window and not (period and (i + 1) % period == 0) for i in range(layers)]
     return [SLIDING_ATTENTION if layer_slides else FULL_ATTENTION for layer_slides in slides]
 

@@ -22,9 +22,11 @@ class Family:
         attention_bias: the projections that get a bias if the key `attention_bias` is true.
         sliding: the layers with a sliding window: none; all if `sliding_window` is a number; those in `layer_types`;
             or, if `use_sliding_window` is true, all or the layers from number `max_window_layers` on.
-        full_attention_period: if `layer_types` is missing, every n-th layer has full attention; None: no layer.
+        full_attention_period: if `layer_types` and the key `sliding_window_pattern` are missing, every n-th layer has
+            full attention; None: no layer.
         partial_rotary: whether only a part of each head may be rotated.
         aliases: alternative keys and the keys they replace.
+        other_keys: keys without a default that are understood, beside those of all families and of the fields above.
     """
 
     architecture: str
@@ -39,6 +41,7 @@ class Family:
     full_attention_period: int | None = None
     partial_rotary: bool = False
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    other_keys: tuple[str, ...] = ()
 
 
 _GEMMA_FIELDS = {"norm_offset": 1.0, "embedding_scale": None}
@@ -111,6 +114,7 @@ FAMILIES = {
         attention_bias="all",
         sliding="all_if_enabled",
         aliases={"num_local_experts": "num_experts"},  # since transformers 5
+        other_keys=("decoder_sparse_step", "mlp_only_layers"),
     ),
     "mixtral": Family(
         "MixtralForCausalLM",
@@ -128,6 +132,7 @@ FAMILIES = {
             "intermediate_size": "expert_width",
         },
         sliding="all",
+        aliases={"num_experts": "num_local_experts"},  # transformers' other name
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -161,6 +166,8 @@ FAMILIES = {
         },
         sliding="by_layer_type",
         full_attention_period=2,
+        aliases={"num_experts": "num_local_experts"},
+        other_keys=("swiglu_alpha", "swiglu_limit"),
     ),
     "gemma": Family(
         "GemmaForCausalLM", _GEMMA_DEFAULTS | {"num_key_value_heads": 16}, _GEMMA_FIELDS, attention_bias="all"
@@ -196,12 +203,13 @@ FAMILIES = {
             "sliding_window": 4096,
             "rope_theta": 1e6,
             "rope_local_base_freq": 1e4,
+            "sliding_window_pattern": 6,
         },
         _GEMMA_FIELDS | {"norms": "sandwich", "query_key_norm": True},
         optional_numbers={"final_logit_softcapping": "logit_cap"},
         attention_bias="all",
         sliding="by_layer_type",
-        full_attention_period=6,
+        aliases={"_sliding_window_pattern": "sliding_window_pattern"},
     ),
     "glm": Family("GlmForCausalLM", **_GLM),
     "glm4": Family("Glm4ForCausalLM", fields={"norms": "sandwich"}, **_GLM),
@@ -232,6 +240,7 @@ FAMILIES = {
         booleans={"mlp_bias": "mlp_bias"},
         attention_bias="all",
         sliding="by_layer_type",
+        other_keys=("no_rope_layers",),
     ),
     "granite": Family(
         "GraniteForCausalLM",

@@ -128,18 +128,41 @@ def read_gguf(path: str | os.PathLike) -> GGUFFile:
         raise ValueError(f"{path}: split.count={count!r} must be an integer from 0 to {_MAX_SPLIT_FILES}")
     if count <= 1:
         return first
-    match = _SPLIT_NAME.fullmatch(path.name)
-    if match is None or int(match["count"]) != count:
-        raise ValueError(f"{path} is one of {count} files; its name must end in -00001-of-{count:05}.gguf")
-    if int(match["number"]) != 1:
-        raise ValueError(f"{path} is not the first of {count} files; pass {match['prefix']}-00001-of-{count:05}.gguf")
     tensors = dict(first.tensors)
-    for number in range(2, count + 1):
-        part = _read_single(path.with_name(f"{match['prefix']}-{number:05}-of-{count:05}.gguf"))
+    for part_path in _other_parts(path, count):
+        part = _read_single(part_path)
         if repeated := sorted(tensors.keys() & part.tensors.keys()):
             raise ValueError(f"{part.path} repeats {len(repeated)} tensors of another file, such as {repeated[0]}")
         tensors |= part.tensors
     return dataclasses.replace(first, tensors=tensors)
+
+
+def _other_parts(path: pathlib.Path, count: int) -> list[pathlib.Path]:
+    """Returns the paths of all parts of a split file but the first.
+
+    They are searched next to the first one and, if this is a link, next to its target.
+
+    Args:
+        path: path of the first part.
+        count: number of parts.
+
+    Raises:
+        ValueError: if the path is not that of the first part.
+    """
+    target, parts = path.resolve(), list[pathlib.Path]()
+    for first in dict.fromkeys((path, target)):
+        match = _SPLIT_NAME.fullmatch(first.name)
+        if match is None or int(match["count"]) != count:
+            continue
+        prefix = match["prefix"]
+        if int(match["number"]) != 1:
+            raise ValueError(f"{path} is not the first of {count} files; pass {prefix}-00001-of-{count:05}.gguf")
+        parts = [first.with_name(f"{prefix}-{number:05}-of-{count:05}.gguf") for number in range(2, count + 1)]
+        if all(part.exists() for part in parts):
+            break
+    if not parts:
+        raise ValueError(f"{path} is one of {count} files; its name must end in -00001-of-{count:05}.gguf")
+    return parts
 
 
 def _read_single(path: pathlib.Path) -> GGUFFile:
@@ -155,7 +178,7 @@ def _read_single(path: pathlib.Path) -> GGUFFile:
         FileNotFoundError: if it does not exist.
         ValueError: if it is damaged or not a GGUF file.
     """
-    untrusted_files.resolve_file(path.parent, path.name)
+    untrusted_files.resolve_links(path)
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is not a GGUF file: it is empty")
     with path.open("rb") as file:
@@ -191,12 +214,24 @@ class _Header:
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 8 <= alignment <= 2**20 or alignment % 8:
             raise ValueError(f"general.alignment={alignment!r} must be a multiple of 8, at most 2**20")
-        start = -(-self._position // alignment) * alignment
+        start = end = -(-self._position // alignment) * alignment
         tensors: dict[str, QuantizedTensor] = {}
         for name, shape, kind, offset in entries:
             if name in tensors:
                 raise ValueError(f"the tensor {name!r} is repeated")
+            # llama.cpp requires this, too: a damaged offset, type or shape contradicts the next tensor's offset.
+            if start + offset != (padded_end := -(-end // alignment) * alignment):
+                raise ValueError(
+                    f"the tensor {name!r} has offset {offset}; expected {padded_end - start}, the padded end of the "
+                    "tensor before it"
+                )
             tensors[name] = self._tensor(name, shape, kind, start + offset)
+            end = start + offset + tensors[name].data.size
+            # The type of a tensor of a few numbers can be wrong without changing its padded size.
+            if any(self._buffer[end : end + -end % alignment]):
+                raise ValueError(f"the padding after the tensor {name!r} is not zero")
+        if tensors and len(self._buffer) - end not in (0, -end % alignment):
+            raise ValueError(f"the last tensor {name!r} ends at byte {end}, but the file has {len(self._buffer)} bytes")
         return GGUFFile(path, metadata, tensors)
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:

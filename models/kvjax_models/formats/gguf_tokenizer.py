@@ -4,6 +4,7 @@ Reference:
     llama-vocab.cpp of llama.cpp, for the pre-tokenizers by name; tokenizers of the models on the Hugging Face hub.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,6 +53,8 @@ _IGNORE_MERGES = (
     "llama4",
     "gpt-4o",
 )  # for words in the vocabulary
+_PHI_3 = re.compile(r"phi[-_ ]?3", re.IGNORECASE)
+_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # special tokens of Phi-3 that do not include the spaces after them
 _NFC = ("qwen2", "deepseek-r1-qwen")
 
 
@@ -89,8 +92,14 @@ def _tokenizer(file: GGUFFile) -> Tokenizer:
         backend = _sentencepiece_bpe(file, tokens, vocabulary)
     else:
         raise ValueError(f"tokenizer.ggml.model={model!r} is not supported; supported: gpt2, llama")
+    strips = _strips_spaces(file)
     added = [
-        tokenizers.AddedToken(tokens[index], normalized=False, special=bool(kinds[index] != _USER_DEFINED))
+        tokenizers.AddedToken(
+            tokens[index],
+            normalized=False,
+            special=bool(kinds[index] != _USER_DEFINED),
+            rstrip=strips and tokens[index] not in _KEEP_SPACES,
+        )
         for index in np.flatnonzero(np.isin(kinds, (_UNKNOWN, _CONTROL, _USER_DEFINED))).tolist()
         if tokens[index]
     ]
@@ -112,6 +121,16 @@ def _tokenizer(file: GGUFFile) -> Tokenizer:
         special_tokens={role: tokens[i] for role, key in roles.items() if (i := ids[key]) is not None},
         chat_template=template,
     )
+
+
+def _strips_spaces(file: GGUFFile) -> bool:
+    """Returns whether special tokens include the white space after them, which only Phi-3's tokenizer does.
+
+    llama.cpp recognizes these files by their name; files of fine-tuned models have other names.
+    """
+    is_phi3 = file.metadata.get("general.architecture") == "phi3"
+    is_sentencepiece = file.metadata.get("tokenizer.ggml.model") == "llama"  # Phi-4 has another tokenizer
+    return (is_phi3 and is_sentencepiece) or bool(_PHI_3.search(str(file.metadata.get("general.name", ""))))
 
 
 def _byte_level_bpe(file: GGUFFile, vocabulary: dict[str, int]) -> tokenizers.Tokenizer:

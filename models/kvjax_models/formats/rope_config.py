@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax_models.formats import config_keys
 from kvjax_models.formats.config_values import Values, boolean, if_set, integer, number, optional_number
 from kvjax_models.formats.families import FULL_ATTENTION, SLIDING_ATTENTION, Family
 from kvjax_models.model.config import LlamaConfig
@@ -51,6 +52,7 @@ def parse_rope(family: Family, values: Values, head_dim: int) -> dict[str, Any]:
     window_theta = None
     if sliding_rope is not None or "rope_local_base_freq" in family.defaults:
         local = {"rope_theta": values.get("rope_local_base_freq", theta), **(sliding_rope or {})}
+        _rotary_dim(family, local, values, head_dim)  # refuses a partial rotation
         if rope_scaling(local, values, rotary_dim) is not None:
             raise ValueError(
                 f"rope_parameters={sliding_rope!r} is not supported for sliding attention; supported: 'default'"
@@ -81,6 +83,8 @@ def rope_scaling(rope: Values, values: Values, rotary_dim: int) -> RopeScaling |
     kind = rope.get("rope_type", rope.get("type", "default"))
     if values["model_type"] == "phi3" and kind in ("su", "yarn"):  # names in its first configs
         kind = "longrope"
+    if unsupported := config_keys.unsupported_rope_keys(rope):
+        raise ValueError(f"the rotary embedding's {', '.join(unsupported)} is not supported")
     if kind is None or kind == "default":
         return None
     parsers = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope, "dynamic": _dynamic}
@@ -136,6 +140,16 @@ def scaling_values(scaling: RopeScaling | None) -> dict[str, Any] | None:
     return values
 
 
+def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:
+    """Returns YaRN's factor of rotated queries and keys, which sharpens attention in longer contexts.
+
+    Args:
+        factor: how many times the original context the new one has.
+        scale: strength of the sharpening.
+    """
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
 def _linear(rope: Values, values: Values, rotary_dim: int) -> RopeScaling:
     return RopeScaling("linear", number(rope, "factor"))
 
@@ -165,9 +179,9 @@ def _yarn(rope: Values, values: Values, rotary_dim: int) -> RopeScaling:
     attention = optional_number(rope, "attention_factor")
     if attention is None:
         scale, scale_all = optional_number(rope, "mscale"), optional_number(rope, "mscale_all_dim")
-        attention = _yarn_attention_factor(factor, 1.0)
+        attention = yarn_attention_factor(factor)
         if scale and scale_all:
-            attention = _yarn_attention_factor(factor, scale) / _yarn_attention_factor(factor, scale_all)
+            attention = yarn_attention_factor(factor, scale) / yarn_attention_factor(factor, scale_all)
     fast, slow = optional_number(rope, "beta_fast") or 32.0, optional_number(rope, "beta_slow") or 1.0
     if not slow < fast:
         raise ValueError(f"beta_slow={slow} must be less than beta_fast={fast}")
@@ -180,10 +194,6 @@ def _yarn(rope: Values, values: Values, rotary_dim: int) -> RopeScaling:
         truncate=rope.get("truncate") is None or boolean(rope, "truncate"),
         attention_factor=attention,
     )
-
-
-def _yarn_attention_factor(factor: float, scale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def _longrope(rope: Values, values: Values, rotary_dim: int) -> RopeScaling:

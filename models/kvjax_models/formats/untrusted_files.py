@@ -26,19 +26,43 @@ def resolve_file(directory: pathlib.Path, name: object) -> pathlib.Path:
     if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or pathlib.PurePath(name).name != name:
         raise ValueError(f"{directory}: {name!r} is not a file name")
     path = directory / name
+    target, home = _resolve(path), directory.resolve()
+    blobs = home.parent.parent / "blobs"
+    if target.parent != home and not (target.parent == blobs and home.parent.name == "snapshots"):
+        raise ValueError(f"{path} is a link to {target} outside the directory; copy the file into the directory")
+    resolve_links(path)
+    return path
+
+
+def resolve_links(path: pathlib.Path) -> pathlib.Path:
+    """Returns the regular file that a path refers to, also through links.
+
+    Args:
+        path: a path that the user chose.
+
+    Raises:
+        ValueError: if the path refers to something else than a regular file.
+        FileNotFoundError: if the file does not exist.
+    """
+    target = _resolve(path)
+    if not target.is_file():  # reading a pipe would never end
+        raise ValueError(f"{path} is not a regular file")
+    return target
+
+
+def _resolve(path: pathlib.Path) -> pathlib.Path:
+    """Returns the target of a path.
+
+    Raises:
+        ValueError: if the path cannot be resolved.
+        FileNotFoundError: if the target does not exist.
+    """
     try:
-        target = path.resolve(strict=True)
+        return path.resolve(strict=True)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} does not exist") from None
     except (OSError, RuntimeError) as error:  # cyclic links, too long names
         raise ValueError(f"{path} cannot be read: {error}") from error
-    home = directory.resolve()
-    blobs = home.parent.parent / "blobs"
-    if target.parent != home and not (target.parent == blobs and home.parent.name == "snapshots"):
-        raise ValueError(f"{path} is a link to {target} outside the directory; copy the file into the directory")
-    if not target.is_file():  # reading a pipe would never end
-        raise ValueError(f"{path} is not a regular file")
-    return path
 
 
 def has_entry(directory: pathlib.Path, name: str) -> bool:
