@@ -40,11 +40,11 @@ class TransformersWriter:
             ).eval()
         # Room for a run that warms up and the runs of a measurement.
         room = context + 16 * tokens
-        self.cache = (
-            transformers.DynamicCache(config=values)
-            if cache == "dynamic"
-            else transformers.StaticCache(config=values, max_cache_len=room)
-        )
+        caches: Any = transformers  # its classes have different arguments
+        if cache == "dynamic":
+            self.cache = caches.DynamicCache(config=values)
+        else:
+            self.cache = caches.StaticCache(config=values, max_cache_len=room)
         self.tokens, self.token = tokens, torch.zeros((1, 1), dtype=torch.long, device=device)
         shape = (2, 1, config.kv_heads, context, config.head_dim)
         with torch.inference_mode():

@@ -104,7 +104,8 @@ def _fill_in_parallel(
     def extend_block(streams: T, block: tuple[Array, Array, Array]) -> tuple[T, None]:
         return extend_heads(streams, *block), None
 
-    blocks = tuple(jnp.moveaxis(_blocks(x, axis), axis, 0) for x, axis in ((keys, 2), (values, 2), (valid, 1)))
+    blocks = _blocks(keys, 2), _blocks(values, 2), _blocks(valid, 1)
+    blocks = jnp.moveaxis(blocks[0], 2, 0), jnp.moveaxis(blocks[1], 2, 0), jnp.moveaxis(blocks[2], 1, 0)
     return jax.lax.scan(extend_block, streams, blocks)[0]
 
 
