@@ -83,7 +83,7 @@ def test_unknown_characters_become_bytes_and_spaces_survive(tmp_path):
     assert tokenizer.prefix_ids == (1,)
     assert tokenizer.backend.encode("a \u00e9").tokens == ["\u2581", "a", "\u2581", "<0xC3>", "<0xA9>"]
     for text in ("a b", "  a  b ", "\u00e9\n\U0001f600", ""):
-        assert tokenizer.decode(tokenizer.encode(text, add_bos=False)) == text
+        assert tokenizer.decode(tokenizer.encode_continuation(text, context=())) == text
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_bos_follows_the_checkpoint(backend, tmp_path, add_bos_token, template, 
     tokenizer = load_tokenizer(tmp_path)
     plain = backend.encode("the cat", add_special_tokens=False).ids
     assert tokenizer.encode("the cat") == [backend.token_to_id(BOS)] * expected + plain
-    assert tokenizer.encode("the cat", add_bos=False) == plain
+    assert tokenizer.encode_continuation("the cat", context=()) == plain
     assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
     assert tokenizer.decode(tokenizer.encode("the cat"), skip_special_tokens=False).startswith(BOS) == expected
 
@@ -214,7 +214,7 @@ def test_chat(backend, tmp_path, place):
     assert tokenizer.render_chat(MESSAGES) == RENDERED
     assert tokenizer.render_chat(MESSAGES, add_generation_prompt=False) == RENDERED[: RENDERED.rindex("[")]
     ids = tokenizer.encode_chat(MESSAGES)
-    assert ids == tokenizer.encode(RENDERED, add_bos=False)
+    assert ids == tokenizer.encode_continuation(RENDERED, context=())
     assert ids.count(backend.token_to_id(BOS)) == 1
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from kvjax_models.formats.end_tokens import FILL_IN_THE_MIDDLE, find_end_tokens
 from kvjax_models.formats.gguf_file import GGUFFile
 from kvjax_models.formats.tokenizer import Tokenizer, call_backend
 
@@ -43,16 +44,19 @@ _WORDS: dict[str, str | None] = {
 }
 _SINGLE_DIGITS = ("smollm", "refact", "starcoder", "command-r", "codeshell")  # GPT-2's words, digits one by one
 # A word that is in the vocabulary is a single token, even if merges do not lead to it.
-_IGNORE_MERGES = (
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-    "falcon3",
-    "tekken",
-    "llama4",
-    "gpt-4o",
-)  # for words in the vocabulary
+_IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "llama4", "gpt-4o")
 _NFC = ("qwen2", "deepseek-r1-qwen")
+_ADD_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # without tokenizer.ggml.add_bos_token
+_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2}  # without tokenizer.ggml.bos_token_id and eos_token_id
+_ROLES = {  # variables of chat templates, with the keys tokenizer.ggml.*_token_id
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "sep_token": "seperator",  # as GGUF spells it
+    "pad_token": "padding",
+    "cls_token": "cls",
+    "mask_token": "mask",
+}
 
 
 def load_tokenizer(file: GGUFFile) -> Tokenizer:
@@ -89,15 +93,25 @@ def _tokenizer(file: GGUFFile) -> Tokenizer:
         backend = _sentencepiece_bpe(file, tokens, vocabulary)
     else:
         raise ValueError(f"tokenizer.ggml.model={model!r} is not supported; supported: gpt2, llama")
+    end_tokens = _end_tokens(file, tokens, vocabulary, kinds)
     added = [
-        tokenizers.AddedToken(tokens[index], normalized=False, special=bool(kinds[index] != _USER_DEFINED))
-        for index in np.flatnonzero(np.isin(kinds, (_UNKNOWN, _CONTROL, _USER_DEFINED))).tolist()
+        tokenizers.AddedToken(
+            tokens[index], normalized=False, special=bool(kinds[index] != _USER_DEFINED or index in end_tokens)
+        )
+        for index in sorted(
+            {*np.flatnonzero(np.isin(kinds, (_UNKNOWN, _CONTROL, _USER_DEFINED))).tolist(), *end_tokens}
+        )
         if tokens[index]
     ]
     call_backend("the added tokens are invalid", backend.add_tokens, added)
-    ids = {role: _token_id(file, role, tokens) for role in ("bos", "eos", "eot", "unknown", "padding")}
-    roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    add_bos = file.metadata.get("tokenizer.ggml.add_bos_token", model == "llama")
+    ids = {role: _token_id(file, role, tokens) for role in _ROLES.values()}
+    for role, default in _SENTENCEPIECE_IDS.items() if model == "llama" else ():
+        if f"tokenizer.ggml.{role}_token_id" not in file.metadata and default < len(tokens):
+            ids[role] = default
+    add_bos = file.metadata.get("tokenizer.ggml.add_bos_token")
+    if add_bos is None:
+        is_implied = model == "llama" or file.metadata.get("tokenizer.ggml.pre") in _ADD_BOS
+        add_bos = is_implied and ids["bos"] is not None
     if not isinstance(add_bos, bool):
         raise ValueError(f"tokenizer.ggml.add_bos_token={add_bos!r} must be true or false")
     if add_bos and ids["bos"] is None:
@@ -108,10 +122,30 @@ def _tokenizer(file: GGUFFile) -> Tokenizer:
     return Tokenizer(
         backend,
         prefix_ids=(ids["bos"],) if add_bos and ids["bos"] is not None else (),
-        eos_ids=tuple(dict.fromkeys(i for i in (ids["eos"], ids["eot"]) if i is not None)),
-        special_tokens={role: tokens[i] for role, key in roles.items() if (i := ids[key]) is not None},
+        eos_ids=tuple(dict.fromkeys([*([] if ids["eos"] is None else [ids["eos"]]), *end_tokens])),
+        special_tokens={role: tokens[i] for role, key in _ROLES.items() if (i := ids[key]) is not None},
         chat_template=template,
     )
+
+
+def _end_tokens(file: GGUFFile, tokens: Sequence[str], vocabulary: dict[str, int], kinds: np.ndarray) -> list[int]:
+    """Returns the ids of tokens that end a turn or a text, by keys and by spelling, as llama.cpp does.
+
+    Args:
+        file: the file.
+        tokens: all tokens.
+        vocabulary: their ids.
+        kinds: their types; these tokens are special whatever their type.
+    """
+    named = [_token_id(file, role, tokens) for role in ("eot", "eom")]
+    for role, spellings in zip(("fim_pad", "fim_rep", "fim_sep"), FILL_IN_THE_MIDDLE, strict=True):
+        spelled = next((vocabulary[token] for token in spellings if token in vocabulary), None)
+        index = _token_id(file, role, tokens)
+        named.append(spelled if index is None else index)
+    found = [vocabulary[token] for token in find_end_tokens(vocabulary)]
+    # An HTML tag in vocabularies that have it as text.
+    found = [index for index in found if tokens[index] != "</s>" or kinds[index] == _CONTROL]
+    return list(dict.fromkeys([index for index in named if index is not None] + found))
 
 
 def _byte_level_bpe(file: GGUFFile, vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
