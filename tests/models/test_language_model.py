@@ -78,10 +78,27 @@ def test_many_prompts_equal_single_prompts_in_order(llm):
 
 
 def test_possible_starts_of_stop_strings_are_withheld():
-    texts = {"": 0, "a": 0, "a long\n": 5, "text\ufffd": 2}
+    texts = {"": 0, "a": 0, "a long\n": 5}
     assert {text: completions._settled_length(text, ["\n\n", "END"]) for text in texts} == texts
-    assert completions._settled_length("text\ufffd", []) == 4
-    assert completions._find_stop("one\n\ntwo END", ["END", "\n\n"]) == 3
+    assert completions._settled_length("text", []) == 4
+
+
+@pytest.mark.parametrize(
+    ("stop", "length"),
+    [
+        (["END", "\n\n"], 3),
+        ([tiny.BOS], 8),
+        ([f"two{tiny.BOS}", "END"], 5),
+        ([f"{tiny.BOS} END", f"x{tiny.BOS}"], 8),
+        (["two END"], 5),  # special tokens within a text do not hide it
+        (["begin_of_text", "\n\n\n"], None),
+    ],
+)
+def test_stop_strings_may_contain_special_tokens(llm, stop, length):
+    tokens = llm.tokenizer.encode_continuation(f"one\n\ntwo{tiny.BOS} END", context=())
+    row = completions._Row(llm.tokenizer, [], stop)
+    row.push(tokens)
+    assert (row.text, row.tokens, row.find_stop()) == ("one\n\ntwo END", tokens, length)
 
 
 @pytest.mark.parametrize("policy", ["streaming_llm", kvjax.StreamingLLM])

@@ -117,7 +117,12 @@ def _continue_text(options: Generate, llm: LanguageModel, text: str) -> None:
     for directory in (saves, prefix_saves):
         if directory is not None and not options.resume:
             directory.lock(require_empty=True)
-    prompt = llm.encode([{"role": "user", "content": text}] if options.chat else text, options.chat_options)
+    if options.chat:
+        # Questions about a saved prefix are further turns of the user.
+        is_question = options.save_prefix is None
+        prompt = llm.tokenizer.encode_chat([{"role": "user", "content": text}], is_question, options.chat_options)
+    else:
+        prompt = llm.encode(text)
     generator = llm.generator(
         options.choice,
         max_prompt_tokens=len(prompt),

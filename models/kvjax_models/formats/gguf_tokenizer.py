@@ -48,6 +48,7 @@ _IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "llama
 _NFC = ("qwen2", "deepseek-r1-qwen")
 _ADD_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # without tokenizer.ggml.add_bos_token
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2}  # without tokenizer.ggml.bos_token_id and eos_token_id
+_END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")  # keys of tokens that finish a sequence
 _ROLES = {  # variables of chat templates, with the keys tokenizer.ggml.*_token_id
     "bos_token": "bos",
     "eos_token": "eos",
@@ -93,7 +94,7 @@ def _tokenizer(file: GGUFFile) -> Tokenizer:
         backend = _sentencepiece_bpe(file, tokens, vocabulary)
     else:
         raise ValueError(f"tokenizer.ggml.model={model!r} is not supported; supported: gpt2, llama")
-    end_tokens = _end_tokens(file, tokens, vocabulary, kinds)
+    end_tokens = _spelled_end_tokens(vocabulary, kinds)
     added = [
         tokenizers.AddedToken(
             tokens[index], normalized=False, special=bool(kinds[index] != _USER_DEFINED or index in end_tokens)
@@ -104,7 +105,7 @@ def _tokenizer(file: GGUFFile) -> Tokenizer:
         if tokens[index]
     ]
     call_backend("the added tokens are invalid", backend.add_tokens, added)
-    ids = {role: _token_id(file, role, tokens) for role in _ROLES.values()}
+    ids = {role: _token_id(file, role, tokens) for role in (*_ROLES.values(), *_END_ROLES)}
     for role, default in _SENTENCEPIECE_IDS.items() if model == "llama" else ():
         if f"tokenizer.ggml.{role}_token_id" not in file.metadata and default < len(tokens):
             ids[role] = default
@@ -122,30 +123,22 @@ def _tokenizer(file: GGUFFile) -> Tokenizer:
     return Tokenizer(
         backend,
         prefix_ids=(ids["bos"],) if add_bos and ids["bos"] is not None else (),
-        eos_ids=tuple(dict.fromkeys([*([] if ids["eos"] is None else [ids["eos"]]), *end_tokens])),
+        eos_ids=tuple(dict.fromkeys([*(i for role in _END_ROLES if (i := ids[role]) is not None), *end_tokens])),
         special_tokens={role: tokens[i] for role, key in _ROLES.items() if (i := ids[key]) is not None},
         chat_template=template,
     )
 
 
-def _end_tokens(file: GGUFFile, tokens: Sequence[str], vocabulary: dict[str, int], kinds: np.ndarray) -> list[int]:
-    """Returns the ids of tokens that end a turn or a text, by keys and by spelling, as llama.cpp does.
+def _spelled_end_tokens(vocabulary: dict[str, int], kinds: np.ndarray) -> list[int]:
+    """Returns the ids of tokens whose spelling says that they end a turn or a text, as llama.cpp does.
 
     Args:
-        file: the file.
-        tokens: all tokens.
-        vocabulary: their ids.
-        kinds: their types; these tokens are special whatever their type.
+        vocabulary: token ids.
+        kinds: types by id. These tokens are special whatever their type, except an HTML tag that is text.
     """
-    named = [_token_id(file, role, tokens) for role in ("eot", "eom")]
-    for role, spellings in zip(("fim_pad", "fim_rep", "fim_sep"), FILL_IN_THE_MIDDLE, strict=True):
-        spelled = next((vocabulary[token] for token in spellings if token in vocabulary), None)
-        index = _token_id(file, role, tokens)
-        named.append(spelled if index is None else index)
-    found = [vocabulary[token] for token in find_end_tokens(vocabulary)]
-    # An HTML tag in vocabularies that have it as text.
-    found = [index for index in found if tokens[index] != "</s>" or kinds[index] == _CONTROL]
-    return list(dict.fromkeys([index for index in named if index is not None] + found))
+    fill_in_the_middle = [next(filter(vocabulary.__contains__, names), None) for names in FILL_IN_THE_MIDDLE]
+    names = [*find_end_tokens(vocabulary), *(name for name in fill_in_the_middle if name is not None)]
+    return [vocabulary[name] for name in names if name != "</s>" or kinds[vocabulary[name]] == _CONTROL]
 
 
 def _byte_level_bpe(file: GGUFFile, vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
