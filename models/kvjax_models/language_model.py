@@ -33,7 +33,7 @@ from kvjax_models.stopwatch import Stopwatch
 from kvjax_models.usage import Usage, cache_sizes
 
 KVDtypes = KVDtype | tuple[KVDtype, KVDtype] | None  # of keys and values together, or of each
-Message = Mapping[str, str]  # {"role": "user", "content": "..."}
+Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 Prompt = str | Sequence[Message]  # a text to continue, or a conversation to answer
 TemplateOptions = Mapping[str, Any] | None  # variables of the chat template
 

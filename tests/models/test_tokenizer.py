@@ -111,6 +111,8 @@ def test_bos_follows_the_post_processor_if_no_file_names_it(backend, tmp_path, c
     assert tokenizer.encode(f"{BOS}the cat").count(ids[0]) == 1  # not twice
     several = load_tokenizer(write(tmp_path, with_bos(backend, f"{EOS} {BOS} $A"), **files))  # as GLM-4 has it
     assert several.prefix_ids == (backend.token_to_id(EOS), backend.token_to_id(BOS))
+    if not (config or {}).get("add_bos_token"):
+        assert load_tokenizer(write(tmp_path, with_bos(backend, f"$A {EOS}"), **files)).prefix_ids == ()
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "first", "always", "never"])

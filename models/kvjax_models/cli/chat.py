@@ -23,6 +23,7 @@ class Chat(GenerationOptions):
 
     def run(self) -> None:
         """Runs the command."""
+        self.check()
         document = "" if self.prompt_file is None else read_text(self.prompt_file) + "\n\n"
         conversation = Conversation(self.load(), self, self.system)
         for number, turn in enumerate(_read_turns()):

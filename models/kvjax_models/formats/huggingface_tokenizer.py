@@ -1,5 +1,6 @@
 """Loads the tokenizer of a Hugging Face directory."""
 
+import itertools
 import os
 import pathlib
 from collections.abc import Mapping
@@ -96,13 +97,17 @@ def _prefix_ids(backend: tokenizers.Tokenizer, add_bos_token: bool | None, bos_t
     if add_bos_token and bos_token is not None:
         return (_token_id(backend, bos_token, "add_bos_token is set, but bos_token"),)
     problem = "the post_processor of tokenizer.json cannot encode a text"
-    encoding = call_backend(problem, backend.encode, "a", add_special_tokens=True)
-    is_special = encoding.special_tokens_mask
-    # A vocabulary without "a" gives special tokens only; those of the end are then not known.
-    num_special = is_special.index(0) if 0 in is_special else min(len(is_special), 1)
-    if add_bos_token and not num_special:
+    added = backend.get_added_tokens_decoder()
+    # A text with tokens separates special tokens before it from those after it.
+    ids = range(backend.get_vocab_size())
+    token = next((token for token in ids if token not in added and backend.id_to_token(token) is not None), None)
+    text = "" if token is None else call_backend(problem, backend.decode, [token])
+    encoding = call_backend(problem, backend.encode, f"a{text}", add_special_tokens=True)
+    pairs = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+    before = [token for token, _ in itertools.takewhile(lambda pair: pair[1], pairs)]
+    if add_bos_token and not before:
         raise ValueError("tokenizer_config.json: add_bos_token is set, but no file has bos_token")
-    return tuple(encoding.ids[:num_special])
+    return tuple(before)
 
 
 def _eos_ids(directory: pathlib.Path, backend: tokenizers.Tokenizer, eos_token: Any, template: str) -> tuple[int, ...]:
