@@ -127,7 +127,8 @@ def encode(llm: LanguageModel, text: str) -> tuple[list[int], list[list[int]]]:
     chat = llm.tokenizer.render_chat([{"role": "user", "content": f"{text}\0"}])
     before, after = chat.split("\0")
     questions = [f"\n\n{question}{after}{sentence}" for question, sentence, _ in FACTS]
-    return llm.tokenizer.encode(before, add_bos=False), [llm.tokenizer.encode(one, add_bos=False) for one in questions]
+    context = llm.tokenizer.encode_continuation(before, context=())
+    return context, [llm.tokenizer.encode_continuation(one, context) for one in questions]
 
 
 def answer(llm: LanguageModel, outcome: Outcome, context: list[int], questions: list[list[int]]) -> Iterator[None]:
@@ -158,7 +159,8 @@ def answer(llm: LanguageModel, outcome: Outcome, context: list[int], questions: 
         outcome.step_seconds.append(time.perf_counter() - begin)
         for row, new in zip(tokens, block.tolist(), strict=True):
             row += [token for token in new if token >= 0]  # negative after the end of an answer
-        outcome.answers = [llm.tokenizer.decode(row).strip().partition("\n")[0] for row in tokens]
+        pairs = zip(tokens, questions, strict=True)
+        outcome.answers = [llm.tokenizer.decode_continuation(*pair).strip().partition("\n")[0] for pair in pairs]
         yield
         begin = time.perf_counter()
     kvjax.raise_faults(state)

@@ -81,8 +81,11 @@ class Evaluator:
         self.batch, self.group = batch, group
         self.units = make_units(task, llm.tokenizer, question_seen, batch, tokens)
         answer = 0 if task.kind in ("continue", "stream", "choose") else task.answer_tokens
-        choices = [len(llm.tokenizer.encode(c, add_bos=False)) for item in self._items() for c in item.question.choices]
-        answer += max(choices, default=0) if task.kind == "choose" else 0
+        if task.kind == "choose":
+            choices = [
+                choice for unit in self.units for item in unit.items for choice in self._encode_choices(unit, item)
+            ]
+            answer = max(map(len, choices), default=0)
         self.max_new_tokens = max(len(item.tokens) for item in self._items()) + answer
         self.capacity = capacity or -(-max(self.max_new_tokens, 1) // _ROUNDING) * _ROUNDING
         if self.max_new_tokens > self.capacity:
@@ -163,7 +166,7 @@ class Evaluator:
                             setting,
                             generator,
                             sizes[index],
-                            Score(float(equal), self.llm.tokenizer.decode(answer), float(kl)),
+                            Score(float(equal), self._decode(unit, item, answer), float(kl)),
                         )
                         for item, equal, kl, answer in found
                     ]
@@ -190,13 +193,22 @@ class Evaluator:
             if any(texts):
                 forked = of_rows.prefill(forked, texts)
             answers, _ = of_rows.decode_all(forked, self.task.answer_tokens, compact_last=False)
-            scores += [self._score_answer(item, answer) for item, answer in zip(items, answers, strict=False)]
+            scores += [self._score_answer(unit, item, answer) for item, answer in zip(items, answers, strict=False)]
         return scores
 
-    def _score_answer(self, item: Item, tokens: list[int]) -> Score:
+    def _decode(self, unit: Unit, item: Item, tokens: Sequence[int]) -> str:
+        """Returns the text of a generated answer."""
+        return self.llm.tokenizer.decode_continuation(tokens, unit.context(item))
+
+    def _encode_choices(self, unit: Unit, item: Item) -> list[list[int]]:
+        """Returns the tokens of the choices of a question."""
+        context = unit.context(item)
+        return [self.llm.tokenizer.encode_continuation(choice, context) for choice in item.question.choices]
+
+    def _score_answer(self, unit: Unit, item: Item, tokens: list[int]) -> Score:
         """Scores a generated answer."""
         assert self.task.score is not None
-        answer = self.llm.tokenizer.decode(tokens)
+        answer = self._decode(unit, item, tokens)
         if self.task.stop is not None:
             answer = answer.strip().partition(self.task.stop)[0]
         return Score(float(self.task.score(answer, item.question)), answer)
@@ -204,7 +216,7 @@ class Evaluator:
     def _choose(self, unit: Unit, setting: Setting, state: GenerationState, item: Item) -> Score:
         """Compares the mean log-probabilities of the choices of a question."""
         most = max(len(item.question.choices) for item in self._items())
-        choices = [self.llm.tokenizer.encode(choice, add_bos=False) for choice in item.question.choices]
+        choices = self._encode_choices(unit, item)
         texts = self._pad([item.tokens + choice for choice in choices], most)
         generator = self._make(unit, setting, most)
         _, log_probs = generator.score(kvjax.take_rows(state, jnp.full(most, item.row)), texts)

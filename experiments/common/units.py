@@ -40,6 +40,10 @@ class Unit(NamedTuple):
     prompts: list[list[int]]
     items: list[Item]
 
+    def context(self, item: Item) -> list[int]:
+        """Returns the tokens before the answer to a question."""
+        return self.prompts[item.row] + item.tokens
+
     @property
     def bucket(self) -> range:
         """Prompt lengths that share compiled programs with this unit."""
@@ -59,11 +63,13 @@ def encode(tokenizer: Tokenizer, document: Document, question: Question, chat: b
         The tokens of the context, and the tokens after it.
     """
     if not (chat and tokenizer.chat_template):
-        return tokenizer.encode(document.context), tokenizer.encode(question.text + question.prefix, add_bos=False)
+        context = tokenizer.encode(document.context)
+        return context, tokenizer.encode_continuation(question.text + question.prefix, context)
     rendered = tokenizer.render_chat([{"role": "user", "content": f"{document.context}{_MARK}"}])
     before, after = rendered.split(_MARK)
     tail = question.text + after + question.prefix.lstrip()
-    return tokenizer.encode(before, add_bos=False), tokenizer.encode(tail, add_bos=False)
+    context = tokenizer.encode_continuation(before, context=())
+    return context, tokenizer.encode_continuation(tail, context)
 
 
 def make_units(task: Task, tokenizer: Tokenizer, question_seen: bool, batch: int, tokens: int) -> list[Unit]:

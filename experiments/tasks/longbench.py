@@ -133,12 +133,13 @@ def score(settings: DataSet, answer: str, question: Question) -> float:
 def truncate(document: Document, answer_tokens: int, request: Request) -> Document:
     """Cuts a document in the middle so that prompt and answer have at most `request.tokens` tokens."""
     [question] = document.questions
-    encode = functools.partial(request.tokenizer.encode, add_bos=False)
-    context, after = encode(document.context), encode(question.text)
+    context = request.tokenizer.encode_continuation(document.context, context=())
+    after = request.tokenizer.encode_continuation(question.text, context)
     kept = truncate_tokens(context, after, request.tokens - answer_tokens)
     if kept is context:
         return document
     half = (request.tokens - answer_tokens) // 2
+    # As published: each half is decoded alone, without the space that SentencePiece has at the cut.
     text = request.tokenizer.decode(kept[:half]) + request.tokenizer.decode(kept[half:])
     return dataclasses.replace(document, context=text)
 

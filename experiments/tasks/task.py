@@ -175,11 +175,11 @@ def _fitting(documents: Iterable[Document], request: Request, answer_tokens: int
 
 def cut_middle(tokenizer: Tokenizer, text: str, tokens: int) -> str:
     """Removes the middle of a text so that about `tokens` tokens remain."""
-    ids = tokenizer.encode(text, add_bos=False)
+    ids = tokenizer.encode_continuation(text, context=())
     if len(ids) <= tokens:
         return text
     half = max(tokens // 2, 1)
-    return tokenizer.decode(ids[:half]) + tokenizer.decode(ids[-half:])
+    return tokenizer.decode(ids[:half]) + tokenizer.decode_continuation(ids[-half:], ids[:-half])
 
 
 def contains(answer: str, question: Question) -> float:

@@ -33,8 +33,9 @@ from kvjax_models.stopwatch import Stopwatch
 from kvjax_models.usage import Usage, cache_sizes
 
 KVDtypes = KVDtype | tuple[KVDtype, KVDtype] | None  # of keys and values together, or of each
-Message = Mapping[str, str]  # {"role": "user", "content": "..."}
+Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 Prompt = str | Sequence[Message]  # a text to continue, or a conversation to answer
+TemplateOptions = Mapping[str, Any] | None  # variables of the chat template
 
 
 class GeneratorOptions(TypedDict, total=False):
@@ -84,6 +85,7 @@ class LanguageModel:
         seed: int = 0,
         allow_beyond_context: bool = False,
         kv_dtype: KVDtypes = None,
+        template_options: TemplateOptions = None,
         return_usage: bool = False,
     ) -> str | list[str] | tuple[str | list[str], Usage]:
         """Continues one text or a batch of texts, or answers conversations.
@@ -106,13 +108,15 @@ class LanguageModel:
             allow_beyond_context: whether sequences may exceed the model's context length; see `Generator`.
             kv_dtype: quantization format of the cache: "int8", "fp8", "int4", "int3", "int2", a pair for keys and
                 values, or "bfloat16"; the dtype of the model by default.
+            template_options: variables of the chat template, such as {"enable_thinking": False} or {"tools": [...]};
+                {"continue_final_message": True} continues the last message. Only for conversations.
             return_usage: whether to return the tokens, seconds and bytes, too.
 
         Returns:
             The new text, or a list with one text per prompt; with `return_usage` a pair of it and a `Usage`.
         """
         is_single = _is_prompt(prompt)
-        prompts = [self.encode(one) for one in _as_prompts([prompt] if is_single else prompt)]
+        prompts = [self.encode(one, template_options) for one in _as_prompts([prompt] if is_single else prompt)]
         generator = self._bucketed_generator(
             policy,
             budget,
@@ -128,7 +132,7 @@ class LanguageModel:
         prefill_seconds, decode = prefill.seconds, Stopwatch()
         rows, state = generator.decode_all(state, max_new_tokens, compact_last=False)
         decode_seconds = decode.seconds
-        texts = [self.tokenizer.decode(row) for row in rows]
+        texts = [self.tokenizer.decode_continuation(*pair) for pair in zip(rows, prompts, strict=True)]
         result = texts[0] if is_single else texts
         if not return_usage:
             return result
@@ -150,6 +154,7 @@ class LanguageModel:
         max_new_tokens: int = 256,
         seed: int = 0,
         stream_interval: int = 1,
+        template_options: TemplateOptions = None,
         **options: Unpack[GeneratorOptions],
     ) -> Iterator[str]:
         """Continues a text or answers a conversation, and yields the new text during generation.
@@ -161,12 +166,13 @@ class LanguageModel:
             max_new_tokens: as for `generate`.
             seed: as for `generate`.
             stream_interval: tokens per yield; larger intervals are faster.
+            template_options: as for `generate`.
             **options: `sampling`, `allow_beyond_context` and `kv_dtype`, as for `generate`.
 
         Yields:
             Parts of the new text, in order; joined they are the entire new text.
         """
-        tokens = self.encode(prompt)
+        tokens = self.encode(prompt, template_options)
         generator = self._bucketed_generator(policy, budget, len(tokens), max_new_tokens, **options)
         state = generator.prefill(generator.init_state(seed), [tokens])
         streamer = Streamer(self.tokenizer, context=tokens)
@@ -191,6 +197,7 @@ class LanguageModel:
         stop: str | Sequence[str] = (),
         on_text: TextCallback | None = None,
         max_prefill_steps: int | None = None,
+        template_options: TemplateOptions = None,
         **options: Unpack[GeneratorOptions],
     ) -> Iterator[Completion]:
         """Continues any number of texts or conversations by continuous batching (see `batching`).
@@ -209,15 +216,17 @@ class LanguageModel:
                 free; by default all are read first and their maximum length is used.
             seed: seed of the first prompt; prompt n has seed + n. A completion does not depend on the other prompts of
                 the batch: `generate` returns the same text for the prompt and its seed, with caches of the same size.
-            stop: a string or strings that finish a sequence and are excluded from its text.
+            stop: a string or strings that finish a sequence and are excluded from its text; they may contain special
+                tokens.
             on_text: called with the number of a prompt and each new part of its text.
             max_prefill_steps: see `batching.run_requests`; a small number reduces the latency of running sequences.
+            template_options: as for `generate`.
             **options: `sampling`, `allow_beyond_context` and `kv_dtype`, as for `generate`.
 
         Returns:
             An iterator over completions in the order of the prompts.
         """
-        token_lists: Iterable[list[int]] = map(self.encode, _as_prompts(prompts))
+        token_lists: Iterable[list[int]] = (self.encode(one, template_options) for one in _as_prompts(prompts))
         if max_prompt_tokens is None:
             token_lists = list(token_lists)
             max_prompt_tokens = max(map(len, token_lists), default=0)
@@ -315,6 +324,7 @@ class LanguageModel:
         *,
         max_new_tokens: int = 512,
         seed: int = 0,
+        template_options: TemplateOptions = None,
         **options: Unpack[GeneratorOptions],
     ) -> Prefix:
         """Reads a text once and returns its compressed cache, which answers many questions.
@@ -325,12 +335,13 @@ class LanguageModel:
             budget: as for `generate`.
             max_new_tokens: capacity for each question and its answer, in tokens.
             seed: as for `generate`.
+            template_options: as for `generate`.
             **options: `sampling`, `allow_beyond_context` and `kv_dtype`, as for `generate`.
 
         Returns:
             The prefix.
         """
-        tokens = self.encode(context)
+        tokens = self.encode(context, template_options)
         generator = self.generator(
             policy, budget, max_prompt_tokens=len(tokens), max_new_tokens=max_new_tokens, **options
         )
@@ -380,24 +391,32 @@ class LanguageModel:
             **options,
         )
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, template_options: TemplateOptions = None) -> list[int]:
         """Converts a prompt to tokens.
 
         Args:
             prompt: a text, which gets a BOS token if the model uses one, or a conversation, which is written in the
                 model's chat template.
+            template_options: as for `generate`.
 
         Returns:
             Token ids.
 
         Raises:
             TypeError: if the prompt is neither a text nor a list of messages.
+            ValueError: if there are `template_options` and the prompt is a text.
         """
         if not _is_prompt(prompt):
             raise TypeError(
                 f"a prompt must be a text or a list of messages with role and content, got {type(prompt).__name__}"
             )
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self.tokenizer.encode_chat(prompt)
+        if not isinstance(prompt, str):
+            return self.tokenizer.encode_chat(prompt, template_options=template_options)
+        if template_options:
+            raise ValueError(
+                f"template_options={template_options!r} apply to conversations only; pass a list of messages"
+            )
+        return self.tokenizer.encode(prompt)
 
 
 def _is_prompt(value: object) -> TypeGuard[Prompt]:

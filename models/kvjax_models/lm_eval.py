@@ -19,7 +19,7 @@ context is processed once, and every question and option continues a copy.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
 import kvjax
+from kvjax_models.formats import chat_template
 from kvjax_models.generation.batching import Request
 from kvjax_models.generation.completions import generate_completions
 from kvjax_models.generation.generator import Generator
@@ -42,6 +43,7 @@ _LOG = logging.getLogger(__name__)
 _MIN_LENGTH = (
     64  # caches are created for four lengths per octave from here on, which limits the number of compiled programs
 )
+_CONTEXT_CHARACTERS = 256  # before a question, with which it is encoded
 _GENERATION_KEYS = {"do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p"}
 
 
@@ -63,6 +65,7 @@ class KvjaxLM(TemplateLM):
         split_at: str | None = None,
         context_field: str | None = None,
         add_bos_token: bool = True,
+        template_options: str | Mapping[str, Any] | None = None,
         max_batch_size: int | None = None,
         device: str | None = None,
     ):
@@ -82,6 +85,7 @@ class KvjaxLM(TemplateLM):
             split_at: string before every question; see the module's documentation.
             context_field: field of the task's documents that is the context of the question; see there.
             add_bos_token: whether prompts start with the checkpoint's BOS token.
+            template_options: variables of the chat template, such as {"enable_thinking": false}, also as JSON text.
             max_batch_size: ignored; the harness passes it.
             device: ignored; the harness passes it.
 
@@ -101,7 +105,10 @@ class KvjaxLM(TemplateLM):
             raise ValueError(f"split_at={split_at!r} and context_field={context_field!r} exclude each other")
         self.max_gen_toks, self.split_at, self.add_bos_token = max_gen_toks, split_at, add_bos_token
         self.context_field = context_field
-        self._questions: dict[str, str] = {}  # by prompt, without the context
+        if isinstance(template_options, str):
+            template_options = chat_template.parse_options(template_options)
+        self.template_options = template_options
+        self._question_tokens: dict[str, int] = {}  # by prompt: number of tokens after the context
         self.tokenizer = self.llm.tokenizer
         self.path = path
         # Refuses an invalid policy or budget before the first request.
@@ -126,8 +133,10 @@ class KvjaxLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The BOS token, or else the end-of-text token; also if the tokenizer adds none itself, as in the harness."""
+        if self.tokenizer.prefix_ids:
+            return self.tokenizer.prefix_ids[0]
         bos_token = self.tokenizer.special_tokens.get("bos_token")
-        token = None if bos_token is None else self.tokenizer.backend.token_to_id(bos_token)
+        token = self.tokenizer.backend.token_to_id(bos_token) if isinstance(bos_token, str) else None
         return self.eot_token_id if token is None else token
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
@@ -138,10 +147,9 @@ class KvjaxLM(TemplateLM):
             add_special_tokens: whether to prepend the BOS token unless the text has it; `add_bos_token` by default.
             **kwargs: ignored.
         """
-        add = self.add_bos_token if add_special_tokens is None else add_special_tokens
-        tokens = self.tokenizer.encode(string, add_bos=False)
-        prefix = list(self.tokenizer.prefix_ids) if add else []
-        return tokens if tokens[: len(prefix)] == prefix else prefix + tokens  # chat templates write it themselves
+        if self.add_bos_token if add_special_tokens is None else add_special_tokens:
+            return self.tokenizer.encode(string)
+        return self.tokenizer.encode_continuation(string, context=())
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Returns a conversation in the checkpoint's chat template.
@@ -150,7 +158,7 @@ class KvjaxLM(TemplateLM):
             chat_history: messages.
             add_generation_prompt: whether to append the start of the assistant's answer.
         """
-        return self.tokenizer.render_chat(chat_history, add_generation_prompt)
+        return self.tokenizer.render_chat(chat_history, add_generation_prompt, self.template_options)
 
     def generator(self, max_prompt_tokens: int, max_new_tokens: int, sampling: Sampling | None = None) -> Generator:
         """Returns a generator with caches for rounded lengths.
@@ -211,7 +219,9 @@ class KvjaxLM(TemplateLM):
             if prompt and (not text or text not in prompt or start < 1):
                 option = f"split_at={text!r}" if self.split_at else f"context_field={self.context_field!r}"
                 raise ValueError(f"{option} is not in the prompt {prompt[-80:]!r}")
-            self._questions[prompt] = prompt[start:].rstrip()
+            before = self.tokenizer.encode(prompt[max(start - _CONTEXT_CHARACTERS, 0) : start])
+            question = self.tokenizer.encode_continuation(prompt[start:].rstrip(), before)
+            self._question_tokens[prompt] = len(question)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
@@ -220,6 +230,8 @@ class KvjaxLM(TemplateLM):
         results: list[Any] = [None] * len(requests)
         by_prompt: dict[tuple[int, ...], list[tuple[int, list[int], list[int]]]] = {}
         for index, (key, context, target) in enumerate(requests):
+            if context == target[:1] == [self.prefix_token_id] and len(target) > 1:
+                target = target[1:]  # the harness before version 0.4.10 encodes it twice
             prompt, question = self._split_context(context, len(target), None if key is None else key[0])
             by_prompt.setdefault(tuple(prompt), []).append((index, question, target))
         groups = list(by_prompt.items())
@@ -270,10 +282,7 @@ class KvjaxLM(TemplateLM):
         if len(context) > max_tokens:
             _LOG.warning("a prompt of %d tokens loses its first %d", len(context), len(context) - max_tokens)
             context = context[-max_tokens:]
-        question = self._questions.get(prompt or "", "")
-        if not question:
-            return context, []
-        split = max(len(context) - len(self.tokenizer.encode(question, add_bos=False)), 1)
+        split = max(len(context) - self._question_tokens.get(prompt or "", 0), 1)
         return context[:split], context[split:]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
@@ -286,7 +295,7 @@ class KvjaxLM(TemplateLM):
         windows, owners = [], []
         for index, request in enumerate(requests):
             for window in utils.get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
+                token_list=self.tok_encode(request.args[0], add_special_tokens=False),  # the prefix token is the BOS
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length - 1,
                 context_len=1,

@@ -94,6 +94,25 @@ def test_a_chat_model_gets_its_template(tmp_path):
     assert [row.answer for row in run(llm, make_task(), [EXACT], tmp_path / "r.jsonl")] == expected
 
 
+def test_answers_and_choices_are_parts_of_the_entire_text(tmp_path):
+    """With a tokenizer whose texts without context get a dummy prefix."""
+    llm = tiny.make_llm(backend=tiny.make_sentencepiece_backend(), layers=1)
+    question = Question("\nWhat is it", ("0",), " It is", (" a", "b c"))
+    task = Task("text", (Document("a b c", (question,), "d"),), score=lambda *_: 0.0, answer_tokens=8)
+    prompt = llm.tokenizer.encode("a b c\nWhat is it It is")
+    assert full_prompt(llm, task.documents[0], question) == prompt
+    for number, seen in enumerate((False, True)):
+        [row] = run(llm, task, [EXACT], tmp_path / f"{number}.jsonl", seen)
+        assert row.answer == "".join(llm.stream("a b c\nWhat is it It is", max_new_tokens=8))
+    chooser = Evaluator(
+        llm, "tiny", dataclasses.replace(task, kind="choose"), question_seen=False, tokens=99, seed=0, batch=1
+    )
+    choices = chooser._encode_choices(chooser.units[0], chooser.units[0].items[0])
+    assert [prompt + choice for choice in choices] == [
+        llm.tokenizer.encode(f"a b c\nWhat is it It is{choice}") for choice in question.choices
+    ]
+
+
 def test_settings_share_a_prefill_and_sizes_are_relative_to_bfloat16(llm, tmp_path):
     rows = run(llm, make_task(), [EXACT, SNAPKV, Setting("exact", kv_dtype="int8")], tmp_path / "rows.jsonl")
     alone = run(llm, make_task(), [SNAPKV], tmp_path / "alone.jsonl", group=1)

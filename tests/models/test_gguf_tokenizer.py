@@ -63,13 +63,58 @@ def test_special_tokens_and_template_come_from_the_file(tokenizer):
     assert tokenizer.chat_template == "{{ bos_token }}"
 
 
+@pytest.mark.parametrize(
+    ("pre", "metadata", "expected"),
+    [
+        ("llama-bpe", {}, True),
+        ("tekken", {}, True),
+        ("llama-bpe", {"add_bos_token": False}, False),
+        ("qwen2", {}, False),
+        ("gpt-4o", {}, False),
+        ("qwen2", {"add_bos_token": True}, True),
+    ],
+)
+def test_some_pretokenizers_imply_a_bos_token(pre, metadata, expected, tmp_path):
+    tokenizer = byte_level(tmp_path / "t.gguf", pre, bos_token_id=len(BYTES), **metadata)
+    assert tokenizer.prefix_ids == (len(BYTES),) * expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "metadata", "expected"),
+    [
+        (["<end_of_turn>", "<eos>"], {"eos_token_id": 1}, ["<eos>", "<end_of_turn>"]),
+        (["<|eot_id|>", "<|eom_id|>", "<eot>"], {}, ["<|eot_id|>", "<|eom_id|>"]),
+        (["[end]", "[call]"], {"eos_token_id": 0, "eom_token_id": 1}, ["[end]", "[call]"]),
+        (["<|return|>", "<|call|>", "<|end|>"], {"eos_token_id": 0}, ["<|return|>", "<|call|>"]),
+        (["<|end|>", "</s>"], {}, ["<|end|>"]),  # an HTML tag
+        (["<|endoftext|>", "<|file_sep|>", "<|fim_pad|>"], {}, ["<|endoftext|>", "<|fim_pad|>", "<|file_sep|>"]),
+    ],
+)
+def test_end_tokens_are_found_by_their_spelling(tokens, metadata, expected, tmp_path):
+    metadata = {key: len(BYTES) + 1 + number for key, number in metadata.items()}
+    write(tmp_path / "t.gguf", ["12", *BYTES, *tokens], model="gpt2", merges=["1 2"], **metadata)
+    tokenizer = formats.load_tokenizer(tmp_path / "t.gguf")
+    assert [tokenizer.backend.id_to_token(token) for token in tokenizer.eos_ids] == expected
+    # They are special whatever their type.
+    found = [token for token in expected if token.startswith("<")]
+    assert tokenizer.backend.encode("".join(found)).tokens == found
+    assert tokenizer.decode(tokenizer.encode("a" + "".join(found))) == "a"
+
+
+def test_templates_see_the_special_tokens_of_the_file(tmp_path):
+    ids = {f"{role}_token_id": number for number, role in enumerate(("seperator", "mask", "cls", "padding"))}
+    tokenizer = byte_level(tmp_path / "t.gguf", "smollm", **ids)
+    names = {"sep_token": BYTES[0], "mask_token": BYTES[1], "cls_token": BYTES[2], "pad_token": BYTES[3]}
+    assert tokenizer.special_tokens == names | {"eos_token": "<|end|>"}
+
+
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "c", "ab", "bc"]
 
 
-def sentencepiece(path, scores, **metadata):
+def sentencepiece(path, scores, roles=None, **metadata):
     kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(PIECES) - 259)]
     scores = [0.0] * (len(PIECES) - len(scores)) + scores
-    roles = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    roles = {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} if roles is None else roles
     write(path, PIECES, kinds, model="llama", scores=scores, **roles, **metadata)
     return formats.load_tokenizer(path)
 
@@ -82,10 +127,12 @@ def test_pieces_with_larger_scores_merge_first(scores, expected, tmp_path):
 
 def test_unknown_characters_become_bytes_and_spaces_survive(tmp_path):
     tokenizer = sentencepiece(tmp_path / "t.gguf", [-1.0, -2.0])
-    assert tokenizer.prefix_ids == (1,)
+    assert tokenizer.prefix_ids == (1,) and tokenizer.eos_ids == (2,)
+    without_ids = sentencepiece(tmp_path / "t.gguf", [-1.0, -2.0], roles={})
+    assert (without_ids.prefix_ids, without_ids.eos_ids) == ((1,), (2,))  # SentencePiece's
     assert tokenizer.backend.encode("a \u00e9").tokens == ["\u2581", "a", "\u2581", "<0xC3>", "<0xA9>"]
     for text in ("a b", "  a  b ", "\u00e9\n\U0001f600", ""):
-        assert tokenizer.decode(tokenizer.encode(text, add_bos=False)) == text
+        assert tokenizer.decode(tokenizer.encode_continuation(text, context=())) == text
 
 
 @pytest.mark.parametrize(

@@ -115,5 +115,5 @@ def test_token_ids_are_those_of_a_plain_reference(path):
     ids = {token: number for number, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     for line in [*PROMPT.splitlines()[:60], *UNICODE_LINES]:
         expected = [ids[token] for token in reference(metadata, line)]
-        assert tokenizer.encode(line, add_bos=False) == expected, line
+        assert tokenizer.encode_continuation(line, context=()) == expected, line
         assert tokenizer.decode(expected) == line

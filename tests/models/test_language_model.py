@@ -1,5 +1,6 @@
 """Text generation with `kvjax_models.load`."""
 
+import json
 import shutil
 
 import jax.numpy as jnp
@@ -9,9 +10,11 @@ import pytest
 import kvjax
 from kvjax_models import formats, language_model, load
 from kvjax_models.cli.chat import Chat, Conversation
+from kvjax_models.cli.generate import Generate
 from kvjax_models.formats import huggingface
+from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.generation import completions
-from kvjax_models.generation.generator import generate
+from kvjax_models.generation.generator import Generator, generate
 from kvjax_models.generation.sampling import Sampling
 from tests.models import tiny
 
@@ -78,10 +81,27 @@ def test_many_prompts_equal_single_prompts_in_order(llm):
 
 
 def test_possible_starts_of_stop_strings_are_withheld():
-    texts = {"": 0, "a": 0, "a long\n": 5, "text\ufffd": 2}
+    texts = {"": 0, "a": 0, "a long\n": 5}
     assert {text: completions._settled_length(text, ["\n\n", "END"]) for text in texts} == texts
-    assert completions._settled_length("text\ufffd", []) == 4
-    assert completions._find_stop("one\n\ntwo END", ["END", "\n\n"]) == 3
+    assert completions._settled_length("text", []) == 4
+
+
+@pytest.mark.parametrize(
+    ("stop", "length"),
+    [
+        (["END", "\n\n"], 3),
+        ([tiny.BOS], 8),
+        ([f"two{tiny.BOS}", "END"], 5),
+        ([f"{tiny.BOS} END", f"x{tiny.BOS}"], 8),
+        (["two END"], 5),  # special tokens within a text do not hide it
+        (["begin_of_text", "\n\n\n"], None),
+    ],
+)
+def test_stop_strings_may_contain_special_tokens(llm, stop, length):
+    tokens = llm.tokenizer.encode_continuation(f"one\n\ntwo{tiny.BOS} END", context=())
+    row = completions._Row(llm.tokenizer, [], stop)
+    row.push(tokens)
+    assert (row.text, row.tokens, row.find_stop()) == ("one\n\ntwo END", tokens, length)
 
 
 @pytest.mark.parametrize("policy", ["streaming_llm", kvjax.StreamingLLM])
@@ -240,6 +260,76 @@ def test_a_prefix_answers_questions_as_one_text_does(llm, tmp_path):
     with pytest.raises(ValueError, match="exceeds max_prompt_tokens"):
         prefix.generate(questions[0], max_new_tokens=500)
     assert prefix.generate(questions[0]).startswith(expected[0])
+
+
+def test_answers_are_the_end_of_the_entire_text_everywhere(tmp_path, monkeypatch, capsys):
+    """With SentencePiece's dummy prefix, which a text without context gets and loses."""
+    template = tiny.TEMPLATE.replace("[", "").replace("]", "")
+    llm = tiny.make_llm(template, backend=tiny.make_sentencepiece_backend(), layers=1)
+    context, question, sizes = "a b c", " d e", {"max_new_tokens": 8}
+    [completion] = llm.generate_many([context + question], batch_size=1, **sizes)
+    entire = llm.tokenizer.decode([*llm.encode(context + question), *completion.tokens])
+    expected = entire.removeprefix(context + question)
+    assert completion.text == expected and expected.startswith(" ")
+    assert llm.generate(context + question, **sizes) == expected
+    assert "".join(llm.stream(context + question, **sizes)) == expected
+    monkeypatch.setattr(Generate, "load", lambda options: llm)
+    path, options = str(tmp_path / "prefix"), {"model": "tiny", "quiet": True}
+    Generate(prompt=context + question, **sizes, **options).run()
+    Generate(prompt=context, save_prefix=path, max_new_tokens=24, **options).run()
+    Generate(prompt=question, prefix=path, **sizes, **options).run()
+    assert capsys.readouterr().out == f"{expected}\n== --prompt\n{expected}\n"
+    assert llm.restore_prefix(path).generate(question, **sizes) == expected
+    # Turns of a conversation are encoded as in the entire conversation.
+    conversation = Conversation(llm, Chat(context_tokens=128, **sizes))
+    list(conversation.answer("a b"))
+    list(conversation.answer("c"))
+    text = llm.tokenizer.render_chat(conversation.messages, add_generation_prompt=False)
+    assert llm.tokenizer.decode(conversation._cached_tokens) == text.removesuffix("\n")
+
+
+def test_questions_of_the_command_line_have_no_start_of_a_conversation(tmp_path, monkeypatch):
+    start = "{{ bos_token }}{% if messages[0].role != 'system' %}[system] Be kind.\n{% endif %}"
+    llm, prefills = tiny.make_llm(f"{start}{tiny.TEMPLATE}{{{{ end }}}}", layers=1), []
+    prefill = Generator.prefill
+    monkeypatch.setattr(Generate, "load", lambda options: llm)
+    monkeypatch.setattr(
+        Generator, "prefill", lambda self, state, texts: prefills.extend(texts) or prefill(self, state, texts)
+    )
+    options = {"model": "tiny", "chat": True, "quiet": True}
+    path = str(tmp_path / "prefix")
+    Generate(prompt="A text.", save_prefix=path, max_new_tokens=40, **options).run()
+    Generate(prompt="Why?", prefix=path, max_new_tokens=2, template_options='{"end": "So"}', **options).run()
+    texts = [llm.tokenizer.decode(text, skip_special_tokens=False) for text in prefills]
+    assert texts == ["[user] Why?\n[assistant] So"]
+
+
+def test_template_options_reach_the_template(tmp_path, monkeypatch):
+    llm, messages, options = tiny.make_llm("{{ thinking }}"), [{"role": "user", "content": "Who?"}], {"thinking": False}
+
+    def render_chat(self, messages, add_generation_prompt=True, template_options=None):
+        raise ValueError(f"rendered with {template_options}")
+
+    monkeypatch.setattr(Tokenizer, "render_chat", render_chat)
+    monkeypatch.setattr(Generate, "load", lambda options: llm)
+    prompts, flags = tmp_path / "in.jsonl", {"model": "tiny", "template_options": json.dumps(options)}
+    prompts.write_text(json.dumps({"messages": messages}))
+    for call in (
+        lambda: llm.generate([messages], template_options=options),
+        lambda: next(llm.stream(messages, template_options=options)),
+        lambda: next(llm.generate_many([messages], template_options=options)),
+        lambda: llm.prefix(messages, template_options=options),
+        Generate(prompt="Who?", chat=True, **flags).run,
+        Generate(prompts_file=str(prompts), output=str(tmp_path / "out.jsonl"), **flags).run,
+        lambda: next(Conversation(llm, Chat(**flags)).answer("Who?")),
+    ):
+        with pytest.raises(ValueError, match="rendered with {'thinking': False}"):
+            call()
+    with pytest.raises(ValueError, match="apply to conversations only"):
+        llm.generate("Who?", template_options=options)
+    for changes, message in (({}, "requires --chat true"), ({"template_options": "no", "chat": True}, "is not JSON")):
+        with pytest.raises(ValueError, match=message):
+            Generate(prompt="Who?", **flags | changes).run()
 
 
 @pytest.mark.parametrize("budget", [64 * 2**10, 256 * 2**10])

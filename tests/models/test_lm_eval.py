@@ -79,7 +79,10 @@ def evaluate(tasks, model, names=tuple(TASKS), **options):
 def test_exact_equals_the_transformers_model(tasks):
     options = {"batch_size": 4, "dtype": "float32", "device": "cpu"}
     ours, our_responses = evaluate(tasks, "kvjax", path=str(DIRECTORY), **options)
-    theirs, their_responses = evaluate(tasks, "hf", pretrained=str(DIRECTORY), **options)
+    options["pretrained"] = str(DIRECTORY)
+    theirs, their_responses = evaluate(tasks, "hf", names=["local_answers", "local_choices"], **options)
+    # Otherwise the harness's model scores its BOS token twice.
+    theirs |= evaluate(tasks, "hf", names=["local_text"], add_bos_token=False, **options)[0]
     for name in ours:
         metrics = {key: value for key, value in ours[name].items() if isinstance(value, float)}
         assert metrics and metrics == pytest.approx({key: theirs[name][key] for key in metrics}, rel=1e-4), name
@@ -149,6 +152,9 @@ def test_apply_chat_template():
     assert prefilled == f"{bos}<user>Who?<assistant>Ann." and lm.chat_template(True) == template
     # The BOS token of a template is not added again.
     assert lm.tok_encode(prefilled).count(lm.prefix_token_id) == 1 == lm.tok_encode("Who?").count(lm.prefix_token_id)
+    lm.tokenizer = dataclasses.replace(lm.tokenizer, chat_template=template + "{{ end }}")
+    lm.template_options = {"end": "So"}
+    assert lm.apply_chat_template(messages, add_generation_prompt=False) == prefilled + "So"
 
 
 @pytest.mark.parametrize(

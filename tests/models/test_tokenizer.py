@@ -1,5 +1,6 @@
 """Tokenizers of byte-level and byte-fallback models: special tokens, streamed text, chat templates."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from kvjax_models.formats import chat_template
 from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
 from kvjax_models.formats.tokenizer import Streamer, Tokenizer
 
@@ -39,6 +41,14 @@ def byte_fallback():
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     backend.add_special_tokens([BOS, EOS])
+    return backend
+
+
+def metaspace(scheme):
+    """Like newer conversions of SentencePiece: a pre-tokenizer writes the spaces."""
+    backend = byte_fallback()
+    backend.normalizer = normalizers.Sequence([])
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     return backend
 
 
@@ -86,9 +96,41 @@ def test_bos_follows_the_checkpoint(backend, tmp_path, add_bos_token, template, 
     tokenizer = load_tokenizer(tmp_path)
     plain = backend.encode("the cat", add_special_tokens=False).ids
     assert tokenizer.encode("the cat") == [backend.token_to_id(BOS)] * expected + plain
-    assert tokenizer.encode("the cat", add_bos=False) == plain
+    assert tokenizer.encode_continuation("the cat", context=()) == plain
     assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
     assert tokenizer.decode(tokenizer.encode("the cat"), skip_special_tokens=False).startswith(BOS) == expected
+
+
+@pytest.mark.parametrize("config", [None, {"eos_token": EOS}, {"add_bos_token": True}])
+def test_bos_follows_the_post_processor_if_no_file_names_it(backend, tmp_path, config):
+    files = {} if config is None else {"tokenizer_config": config}
+    with_template = with_bos(backend)
+    ids = with_template.encode("the cat").ids
+    tokenizer = load_tokenizer(write(tmp_path, with_template, **files))
+    assert tokenizer.encode("the cat") == ids[:-1] and tokenizer.prefix_ids == (backend.token_to_id(BOS),)
+    assert tokenizer.encode(f"{BOS}the cat").count(ids[0]) == 1  # not twice
+    several = load_tokenizer(write(tmp_path, with_bos(backend, f"{EOS} {BOS} $A"), **files))  # as GLM-4 has it
+    assert several.prefix_ids == (backend.token_to_id(EOS), backend.token_to_id(BOS))
+    if not (config or {}).get("add_bos_token"):
+        assert load_tokenizer(write(tmp_path, with_bos(backend, f"$A {EOS}"), **files)).prefix_ids == ()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "first", "always", "never"])
+def test_a_text_is_encoded_and_decoded_as_the_continuation_of_its_context(kind):
+    backend = KINDS[kind] if kind in KINDS else metaspace(kind)
+    tokenizer = Tokenizer(backend, (backend.token_to_id(BOS),), (), {})
+    for context in ("the cat", "a", "sat \n", f"the cat{EOS}"):
+        for text in (" the mat", "\nWhat", f"{EOS}the mat", "  e", "\n"):
+            ids, whole = tokenizer.encode(context), tokenizer.encode(context + text)
+            continuation = tokenizer.encode_continuation(text, ids)
+            assert ids + continuation == whole
+            before, after = (tokenizer.decode(tokens, skip_special_tokens=False) for tokens in (ids, whole))
+            assert tokenizer.decode_continuation(continuation, ids, False) == after.removeprefix(before)
+            if not context.endswith(EOS):
+                assert tokenizer.encode(text, add_bos=False) == continuation
+    # A token of the entire text spans both.
+    ids = tokenizer.encode_continuation("e cat", tokenizer.encode("th"))
+    assert [backend.id_to_token(ids[0]), tokenizer.decode_continuation(ids, [])] == ["e", "e cat"]
 
 
 def test_truncation_and_padding_of_training_are_disabled(backend, tmp_path):
@@ -107,11 +149,16 @@ def test_truncation_and_padding_of_training_are_disabled(backend, tmp_path):
         ({"config": {"eos_token_id": [3]}}, (3,)),
         ({"tokenizer_config": {"eos_token": BOS}}, "bos"),
         ({"special_tokens_map": {"eos_token": {"content": BOS}}}, "bos"),
+        # The end of the assistant's turn is added to the end of the text.
+        ({"generation_config": {"eos_token_id": 5}, "tokenizer_config": {"eos_token": BOS}}, (5, "bos")),
+        ({"config": {"eos_token_id": 5}, "tokenizer_config": {"chat_template": f"{{{{ m }}}}{EOS}"}}, (5, "eos")),
+        ({"config": {"eos_token_id": 5}, "tokenizer_config": {"eos_token": "<none>"}}, (5,)),
         ({}, ()),
     ],
 )
 def test_end_of_text_tokens(backend, tmp_path, files, expected):
-    expected = (backend.token_to_id(BOS),) if expected == "bos" else expected
+    ids = {"bos": backend.token_to_id(BOS), "eos": backend.token_to_id(EOS)}
+    expected = tuple(ids.get(token, token) for token in ([expected] if expected == "bos" else expected))
     assert load_tokenizer(write(tmp_path, backend, **files)).eos_ids == expected
 
 
@@ -214,8 +261,91 @@ def test_chat(backend, tmp_path, place):
     assert tokenizer.render_chat(MESSAGES) == RENDERED
     assert tokenizer.render_chat(MESSAGES, add_generation_prompt=False) == RENDERED[: RENDERED.rindex("[")]
     ids = tokenizer.encode_chat(MESSAGES)
-    assert ids == tokenizer.encode(RENDERED, add_bos=False)
+    assert ids == tokenizer.encode_continuation(RENDERED, context=())
     assert ids.count(backend.token_to_id(BOS)) == 1
+
+
+def test_templates_see_all_special_tokens(backend, tmp_path):
+    config = {"sep_token": "<sep>", "mask_token": {"content": "<mask>"}, "cls_token": None, "add_bos_token": False}
+    config |= {"additional_special_tokens": ["<a>", {"content": "<b>"}], "extra_special_tokens": {"image_token": "<i>"}}
+    template = "{{ messages[0].content }}{{ sep_token }}{{ mask_token }}{{ cls_token }}{{ image_token }}"
+    template += "{{ additional_special_tokens | join }}{{ add_bos_token }}"
+    tokenizer = load_tokenizer(write(tmp_path, backend, tokenizer_config=config | {"chat_template": template}))
+    assert tokenizer.render_chat(MESSAGES[:1]).lstrip() == "the cat <sep><mask><i><a><b>"
+
+
+OPTIONS_TEMPLATE = (
+    "{% if messages[0].role != 'system' %}<s>[system]Be kind.{% endif %}{% for m in messages %}"
+    "{% if m.role == 'user' %}[user]{{ m.content }}{% endif %}"
+    "{% if m.role == 'assistant' %}[assistant]{{ m.content | trim }}</s>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% if not enable_thinking | default(true) %}<think></think>{% endif %}"
+    "{% endif %}{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+)
+
+
+OPTIONS_TOKENIZER = Tokenizer(KINDS["byte-level"], (), (), NAMES, OPTIONS_TEMPLATE)
+
+
+def test_template_options():
+    tokenizer = OPTIONS_TOKENIZER
+    question, start = MESSAGES[:1], "<s>[system]Be kind.[user] the cat "
+    for options, end in {
+        "{}": "[assistant]",
+        '{"enable_thinking": false}': "[assistant]<think></think>",
+        '{"tools": [{"name": "f"}], "add_generation_prompt": false}': '{"name": "f"}',
+        '{"continue_final_message": true}': "",
+    }.items():
+        options = chat_template.parse_options(options)
+        ids = tokenizer.encode_chat(question, template_options=options)
+        assert ids == tokenizer.encode_continuation(start + end, context=())
+    # The template trims answers.
+    messages = [*question, {"role": "assistant", "content": "Sure: "}]
+    assert tokenizer.render_chat(messages, template_options=options) == f"{start}[assistant]Sure:"
+    with pytest.raises(ValueError, match="requires a last message with a text"):
+        tokenizer.render_chat([{"role": "user", "content": None}], template_options=options)
+    for options, message in {
+        "think": "must be a dictionary",
+        '["think"]': "must be a JSON object",
+        "{": "is not JSON",
+        '{"enable_thinkin": true}': "does not use 'enable_thinkin'",
+        '{"messages": []}': "does not use 'messages'",
+        '{"continue_final_message": true, "add_generation_prompt": true}': "exclude each other",
+    }.items():
+        with pytest.raises((ValueError, TypeError), match=message):
+            value = options if options == "think" else chat_template.parse_options(options)
+            tokenizer.render_chat(question, template_options=value)
+
+
+def test_a_message_that_the_template_omits_is_refused():
+    tokenizer = OPTIONS_TOKENIZER
+    for messages in (
+        [{"role": "critic", "content": "the cat"}],  # as other messages
+        [{"role": "tool", "content": "a"}],  # as a part of others
+        [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}],
+    ):
+        role = messages[0]["role"]
+        with pytest.raises(ValueError, match=f"omits the content of message 1, whose role is '{role}'"):
+            tokenizer.render_chat([*MESSAGES[:1], *messages])
+    # Templates may change a content, or refuse the texts that it is tested with.
+    changed = "{% for m in messages %}{{ m.content.split('</think>')[-1] | upper | tojson }}{% endfor %}"
+    assert (
+        dataclasses.replace(tokenizer, chat_template=changed).render_chat(
+            [{"role": "assistant", "content": "<think>Hm</think>no\n"}, {"role": "tool", "content": " "}]
+        )
+        == '"NO\\n"" "'
+    )
+    strict = (
+        "{% for m in messages %}{% if m.content != 'yes' %}{{ raise_exception('no') }}{% endif %}{{ %s }}{% endfor %}"
+    )
+    yes = [{"role": "user", "content": "yes"}]
+    assert dataclasses.replace(tokenizer, chat_template=strict.replace("%s", "m.content")).render_chat(yes) == "yes"
+    with pytest.raises(ValueError, match="omits the content of message 0"):
+        dataclasses.replace(tokenizer, chat_template=strict.replace("%s", "1")).render_chat(yes)
+
+
+def test_a_turn_has_no_start_of_a_conversation():
+    text = OPTIONS_TOKENIZER.render_turn(MESSAGES[:1], {"enable_thinking": False})
+    assert text == "[user] the cat [assistant]<think></think>"
 
 
 def test_chat_errors(backend):

@@ -6,10 +6,11 @@ import json
 import pathlib
 import shutil
 import tempfile
+from string import ascii_letters
 
 import tokenizers
 from flax import nnx
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from kvjax_models import LanguageModel
 from kvjax_models.formats import huggingface
@@ -40,15 +41,30 @@ def make_backend():
     return backend
 
 
+def make_sentencepiece_backend():
+    """Returns a tokenizer of as many tokens with SentencePiece's dummy prefix, like those of Llama 2 and Mistral.
+
+    Its tokens are letters, and words of one letter with a space before them.
+    """
+    pieces = ["\u2581", *(prefix + letter for letter in ascii_letters[:47] for prefix in ("", "\u2581"))]
+    vocabulary = {piece: number for number, piece in enumerate([EOS, BOS, "\n", *pieces])}
+    merges = [("\u2581", piece[1]) for piece in pieces if len(piece) == 2]
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend.add_special_tokens([BOS, EOS])
+    return backend
+
+
 def make_config(**changes):
     """Returns the configuration of the model."""
     sizes = {"vocab_size": 98, "width": 32, "mlp_width": 48, "layers": 2, "query_heads": 4, "kv_heads": 2}
     return LlamaConfig(**sizes | {"head_dim": 16, "max_length": 8192} | changes)
 
 
-def make_llm(template=None, seed=1, **changes):
+def make_llm(template=None, seed=1, backend=None, **changes):
     """Returns the model with its tokenizer."""
-    backend = make_backend()
+    backend = backend or make_backend()
     bos, eos = backend.token_to_id(BOS), backend.token_to_id(EOS)
     tokenizer = Tokenizer(backend, (bos,), (eos,), {"bos_token": BOS, "eos_token": EOS}, template)
     return LanguageModel(Llama(make_config(**changes), rngs=nnx.Rngs(seed)), tokenizer)

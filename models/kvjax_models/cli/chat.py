@@ -23,6 +23,7 @@ class Chat(GenerationOptions):
 
     def run(self) -> None:
         """Runs the command."""
+        self.check()
         document = "" if self.prompt_file is None else read_text(self.prompt_file) + "\n\n"
         conversation = Conversation(self.load(), self, self.system)
         for number, turn in enumerate(_read_turns()):
@@ -50,6 +51,7 @@ class Conversation:
         self.generator: Generator | None = None
         self.state: GenerationState | None = None
         self._cached_text = ""  # the rendered conversation in the cache
+        self._cached_tokens: list[int] = []
 
     def answer(self, turn: str) -> Iterator[str]:
         """Answers a turn of the user; raises a ValueError if the model has no chat template.
@@ -64,11 +66,12 @@ class Conversation:
             ValueError: if the turn and an answer exceed the maximum length.
         """
         self.messages.append({"role": "user", "content": turn})
-        text = self.llm.tokenizer.render_chat(self.messages)
+        text = self.llm.tokenizer.render_chat(self.messages, template_options=self.options.chat_options)
         if self.state is not None and text.startswith(self._cached_text):
-            tokens = self.llm.tokenizer.encode(text[len(self._cached_text) :], add_bos=False)
+            new_text = text[len(self._cached_text) :]
         else:  # the first turn, or a template that changes earlier turns
-            self.state, tokens = None, self.llm.tokenizer.encode(text, add_bos=False)
+            self.state, self._cached_tokens, new_text = None, [], text
+        tokens = self.llm.tokenizer.encode_continuation(new_text, self._cached_tokens)
         position = 0 if self.state is None else int(self.state.positions[0])
         max_new_tokens = min(self.options.max_new_tokens, self.options.context_tokens - position - len(tokens))
         if max_new_tokens < 1:
@@ -89,16 +92,17 @@ class Conversation:
         assert self.generator is not None
         line = progress.ProgressLine(self.options.quiet)
         self.state = progress.prefill(self.generator, self.state, [tokens], line)
-        yield from self._generate(text, tokens, max_new_tokens)
+        self._cached_tokens += tokens
+        yield from self._generate(text, max_new_tokens)
 
-    def _generate(self, text: str, tokens: list[int], max_new_tokens: int) -> Iterator[str]:
+    def _generate(self, text: str, max_new_tokens: int) -> Iterator[str]:
         """Generates an answer.
 
         Yields:
             Parts of the answer.
         """
         assert self.generator is not None and self.state is not None
-        streamer, parts, new_tokens = Streamer(self.llm.tokenizer, context=tokens), [], []
+        streamer, parts, new_tokens = Streamer(self.llm.tokenizer, self._cached_tokens), [], []
         for new_state, block in self.generator.decode(self.state, max_new_tokens, 1):
             self.state = new_state
             new_tokens += block[0].tolist()
@@ -109,7 +113,10 @@ class Conversation:
         kvjax.raise_faults(self.state)
         self.messages.append({"role": "assistant", "content": "".join(parts)})
         # With the end-of-text token, which the template renders and the cache contains, too.
-        self._cached_text = text + self.llm.tokenizer.decode(new_tokens, skip_special_tokens=False)
+        self._cached_text = text + self.llm.tokenizer.decode_continuation(
+            new_tokens, self._cached_tokens, skip_special_tokens=False
+        )
+        self._cached_tokens += new_tokens
 
 
 def _read_turns() -> Iterator[str]:

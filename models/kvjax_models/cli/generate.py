@@ -31,7 +31,7 @@ from kvjax_models.cli.options import (
     write_output,
 )
 from kvjax_models.fingerprint import tokenizer_fingerprint
-from kvjax_models.formats.tokenizer import Streamer
+from kvjax_models.formats.tokenizer import CONTEXT_TOKENS, Streamer
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefix import Prefix
 from kvjax_models.generation.saved_states import SavedStates
@@ -103,6 +103,8 @@ def _check_options(options: Generate) -> None:
         raise ValueError("--resume cannot be combined with --save_prefix")
     if options.prefix is not None and (options.save_dir is not None or options.save_prefix is not None):
         raise ValueError("--prefix cannot be combined with --save_dir or --save_prefix")
+    if options.template_options is not None and not options.chat:
+        raise ValueError("--template_options requires --chat true, or messages in --prompts_file")
     if options.save_every < 1:
         raise ValueError(f"--save_every={options.save_every} must be at least 1")
     options.check()
@@ -115,7 +117,12 @@ def _continue_text(options: Generate, llm: LanguageModel, text: str) -> None:
     for directory in (saves, prefix_saves):
         if directory is not None and not options.resume:
             directory.lock(require_empty=True)
-    prompt = _encode(options, llm, text)
+    if options.chat:
+        # Questions about a saved prefix are further turns of the user.
+        is_question = options.save_prefix is None
+        prompt = llm.tokenizer.encode_chat([{"role": "user", "content": text}], is_question, options.chat_options)
+    else:
+        prompt = llm.encode(text)
     generator = llm.generator(
         options.choice,
         max_prompt_tokens=len(prompt),
@@ -143,7 +150,8 @@ def _continue_text(options: Generate, llm: LanguageModel, text: str) -> None:
     state.logits.block_until_ready()
     seconds = stopwatch.seconds
     if prefix_saves is not None:
-        Prefix(llm.tokenizer, generator, state, len(prompt)).save(prefix_saves.directory)
+        context = tuple(prompt[-CONTEXT_TOKENS:])
+        Prefix(llm.tokenizer, generator, state, len(prompt), context).save(prefix_saves.directory)
         options.write_summary(f"{len(prompt)} tokens read and saved", describe_cache(generator, state))
         return
     speed, state = _print_continuation(options, llm, generator, state, prompt, tokens, saves, run)
@@ -201,18 +209,15 @@ def _continue_prefix(options: Generate, llm: LanguageModel, saves: SavedStates, 
         allow_beyond_context=options.allow_beyond_context,
         kv_dtype=options.kv_formats,
     )
-    prompts = [_encode(options, llm, text, add_bos=False) for text in texts]
+    if options.chat:
+        messages = [[{"role": "user", "content": text}] for text in texts]
+        texts = [llm.tokenizer.render_turn(turn, options.chat_options) for turn in messages]
+    prompts = [llm.tokenizer.encode_continuation(text, prefix.context) for text in texts]
     rows, state = prefix.continue_tokens(prompts, options.max_new_tokens, seed=options.seed)
     names = [*(["--prompt"] if options.prompt is not None else []), *options.prompt_file]
-    for name, row in zip(names, rows, strict=True):
-        write_output(f"== {name}\n{llm.tokenizer.decode(row)}\n")
+    for name, answer in zip(names, prefix.decode(rows, prompts), strict=True):
+        write_output(f"== {name}\n{answer}\n")
     options.write_summary(
         f"{len(texts)} continuations of a prefix of {prefix.num_tokens} tokens",
         describe_cache(prefix.generator.with_batch(len(texts)), state),
     )
-
-
-def _encode(options: Generate, llm: LanguageModel, text: str, add_bos: bool = True) -> list[int]:
-    if options.chat:
-        return llm.encode([{"role": "user", "content": text}])
-    return llm.tokenizer.encode(text, add_bos=add_bos)

@@ -214,7 +214,7 @@ def _parse_line(options: GenerationOptions, llm: LanguageModel, line: Any, numbe
     if not isinstance(prompt, str if "prompt" in values else list):
         raise ValueError("prompt must be a text, and messages a list of objects with role and content")
     request = Request(
-        llm.encode(prompt),
+        llm.encode(prompt, options.chat_options),
         values.get("max_new_tokens", options.max_new_tokens),
         seed=values.get("seed", options.seed + number),
         number=number,

@@ -5,7 +5,7 @@ import functools
 import importlib.util
 import pathlib
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import simple_parsing
@@ -15,6 +15,7 @@ from kvjax.quantization import KVDtype, KVFormats, parse_kv_dtype
 from kvjax.registry import PolicyChoice
 from kvjax_models import formats, language_model
 from kvjax_models.devices import Devices, initialize_processes, is_first_process, make_mesh
+from kvjax_models.formats import chat_template
 from kvjax_models.generation.auto_policy import DEFAULT_BUDGET
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import Sampling
@@ -98,12 +99,18 @@ class GenerationOptions(ModelOptions):
     top_k: int | None = None  # Sample among the k most likely tokens.
     top_p: float | None = None  # Sample among the most likely tokens whose probability reaches p.
     allow_beyond_context: bool = False  # Only warn if a sequence exceeds the model's context length.
+    template_options: str | None = None  # JSON object of the chat template's variables: {"enable_thinking": false}
     quiet: bool = False  # Print neither progress nor a summary on standard error.
 
     @property
     def sampling(self) -> Sampling:
         """The sampling parameters."""
         return Sampling(self.temperature, self.top_k, self.top_p)
+
+    @property
+    def chat_options(self) -> dict[str, Any]:
+        """The variables of the chat template."""
+        return {} if self.template_options is None else chat_template.parse_options(self.template_options)
 
     @property
     def choice(self) -> PolicyChoice:
@@ -128,7 +135,7 @@ class GenerationOptions(ModelOptions):
         if self.max_new_tokens < 1:
             raise ValueError(f"--max_new_tokens={self.max_new_tokens} must be at least 1")
         check_seed(self.seed)
-        _ = self.choice, self.kv_formats, self.sampling
+        _ = self.choice, self.kv_formats, self.sampling, self.chat_options
 
 
 def parse_kv_formats(text: str | None) -> KVDtype | KVFormats | None:

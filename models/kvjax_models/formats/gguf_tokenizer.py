@@ -12,6 +12,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from kvjax_models.formats.end_tokens import FILL_IN_THE_MIDDLE, find_end_tokens
 from kvjax_models.formats.gguf_file import GGUFFile
 from kvjax_models.formats.tokenizer import Tokenizer, call_backend
 
@@ -44,18 +45,22 @@ _WORDS: dict[str, str | None] = {
 }
 _SINGLE_DIGITS = ("smollm", "refact", "starcoder", "command-r", "codeshell")  # GPT-2's words, digits one by one
 # A word that is in the vocabulary is a single token, even if merges do not lead to it.
-_IGNORE_MERGES = (
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-    "falcon3",
-    "tekken",
-    "llama4",
-    "gpt-4o",
-)  # for words in the vocabulary
+_IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "llama4", "gpt-4o")
 _PHI_3 = re.compile(r"phi[-_ ]?3", re.IGNORECASE)
 _KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # special tokens of Phi-3 that do not include the spaces after them
 _NFC = ("qwen2", "deepseek-r1-qwen")
+_ADD_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # without tokenizer.ggml.add_bos_token
+_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2}  # without tokenizer.ggml.bos_token_id and eos_token_id
+_END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")  # keys of tokens that finish a sequence
+_ROLES = {  # variables of chat templates, with the keys tokenizer.ggml.*_token_id
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "sep_token": "seperator",  # as GGUF spells it
+    "pad_token": "padding",
+    "cls_token": "cls",
+    "mask_token": "mask",
+}
 
 
 def load_tokenizer(file: GGUFFile) -> Tokenizer:
@@ -92,21 +97,28 @@ def _tokenizer(file: GGUFFile) -> Tokenizer:
         backend = _sentencepiece_bpe(file, tokens, vocabulary)
     else:
         raise ValueError(f"tokenizer.ggml.model={model!r} is not supported; supported: gpt2, llama")
-    strips = _strips_spaces(file)
+    end_tokens, strips = _spelled_end_tokens(vocabulary, kinds), _strips_spaces(file)
     added = [
         tokenizers.AddedToken(
             tokens[index],
             normalized=False,
-            special=bool(kinds[index] != _USER_DEFINED),
+            special=bool(kinds[index] != _USER_DEFINED or index in end_tokens),
             rstrip=strips and tokens[index] not in _KEEP_SPACES,
         )
-        for index in np.flatnonzero(np.isin(kinds, (_UNKNOWN, _CONTROL, _USER_DEFINED))).tolist()
+        for index in sorted(
+            {*np.flatnonzero(np.isin(kinds, (_UNKNOWN, _CONTROL, _USER_DEFINED))).tolist(), *end_tokens}
+        )
         if tokens[index]
     ]
     call_backend("the added tokens are invalid", backend.add_tokens, added)
-    ids = {role: _token_id(file, role, tokens) for role in ("bos", "eos", "eot", "unknown", "padding")}
-    roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    add_bos = file.metadata.get("tokenizer.ggml.add_bos_token", model == "llama")
+    ids = {role: _token_id(file, role, tokens) for role in (*_ROLES.values(), *_END_ROLES)}
+    for role, default in _SENTENCEPIECE_IDS.items() if model == "llama" else ():
+        if f"tokenizer.ggml.{role}_token_id" not in file.metadata and default < len(tokens):
+            ids[role] = default
+    add_bos = file.metadata.get("tokenizer.ggml.add_bos_token")
+    if add_bos is None:
+        is_implied = model == "llama" or file.metadata.get("tokenizer.ggml.pre") in _ADD_BOS
+        add_bos = is_implied and ids["bos"] is not None
     if not isinstance(add_bos, bool):
         raise ValueError(f"tokenizer.ggml.add_bos_token={add_bos!r} must be true or false")
     if add_bos and ids["bos"] is None:
@@ -117,8 +129,8 @@ def _tokenizer(file: GGUFFile) -> Tokenizer:
     return Tokenizer(
         backend,
         prefix_ids=(ids["bos"],) if add_bos and ids["bos"] is not None else (),
-        eos_ids=tuple(dict.fromkeys(i for i in (ids["eos"], ids["eot"]) if i is not None)),
-        special_tokens={role: tokens[i] for role, key in roles.items() if (i := ids[key]) is not None},
+        eos_ids=tuple(dict.fromkeys([*(i for role in _END_ROLES if (i := ids[role]) is not None), *end_tokens])),
+        special_tokens={role: tokens[i] for role, key in _ROLES.items() if (i := ids[key]) is not None},
         chat_template=template,
     )
 
@@ -131,6 +143,18 @@ def _strips_spaces(file: GGUFFile) -> bool:
     is_phi3 = file.metadata.get("general.architecture") == "phi3"
     is_sentencepiece = file.metadata.get("tokenizer.ggml.model") == "llama"  # Phi-4 has another tokenizer
     return (is_phi3 and is_sentencepiece) or bool(_PHI_3.search(str(file.metadata.get("general.name", ""))))
+
+
+def _spelled_end_tokens(vocabulary: dict[str, int], kinds: np.ndarray) -> list[int]:
+    """Returns the ids of tokens whose spelling says that they end a turn or a text, as llama.cpp does.
+
+    Args:
+        vocabulary: token ids.
+        kinds: types by id. These tokens are special whatever their type, except an HTML tag that is text.
+    """
+    fill_in_the_middle = [next(filter(vocabulary.__contains__, names), None) for names in FILL_IN_THE_MIDDLE]
+    names = [*find_end_tokens(vocabulary), *(name for name in fill_in_the_middle if name is not None)]
+    return [vocabulary[name] for name in names if name != "</s>" or kinds[vocabulary[name]] == _CONTROL]
 
 
 def _byte_level_bpe(file: GGUFFile, vocabulary: dict[str, int]) -> tokenizers.Tokenizer:

@@ -1,5 +1,6 @@
 """Loads the tokenizer of a Hugging Face directory."""
 
+import itertools
 import os
 import pathlib
 from collections.abc import Mapping
@@ -8,6 +9,7 @@ from typing import Any
 import tokenizers
 
 from kvjax_models.formats import replacing, tokenizer_limits, untrusted_files
+from kvjax_models.formats.end_tokens import find_end_tokens
 from kvjax_models.formats.tokenizer import Tokenizer, call_backend
 
 
@@ -58,54 +60,87 @@ def _load(directory: pathlib.Path) -> Tokenizer:
     add_bos = settings.get("add_bos_token")
     if add_bos is not None and not isinstance(add_bos, bool):
         raise ValueError(f"{directory / 'tokenizer_config.json'}: add_bos_token={add_bos!r} must be true or false")
+    template = _chat_template(directory, settings)
     return Tokenizer(
         backend,
         prefix_ids=_prefix_ids(backend, add_bos, special_tokens.get("bos_token")),
-        eos_ids=_eos_ids(directory, backend, special_tokens.get("eos_token")),
+        eos_ids=_eos_ids(directory, backend, special_tokens.get("eos_token"), template or ""),
         special_tokens=special_tokens,
-        chat_template=_chat_template(directory, settings),
+        chat_template=template,
     )
 
 
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns special tokens by role; files contain them as a string or as an object with "content"."""
-    tokens = {}
-    for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        token = settings.get(role)
-        token = token.get("content") if isinstance(token, Mapping) else token
-        if isinstance(token, str):
-            tokens[role] = token
-    return tokens
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns special tokens by role ("bos_token", ...), and lists of further ones, as transformers names them.
+
+    Files contain a token as a string or as an object with "content".
+    """
+    extra = settings.get("extra_special_tokens")  # by role, or a list
+    roles = {**settings, **(extra if isinstance(extra, Mapping) else {})}
+    tokens: dict[str, Any] = {role: _content(token) for role, token in roles.items() if role.endswith("_token")}
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        if isinstance(settings.get(name), list):
+            tokens[name] = [content for token in settings[name] if (content := _content(token)) is not None]
+    return {role: token for role, token in tokens.items() if token}
 
 
-def _prefix_ids(backend: tokenizers.Tokenizer, add_bos_token: bool | None, bos_token: str | None) -> tuple[int, ...]:
-    """Returns the tokens before a text, from `add_bos_token` or else from the post-processor's output for no text."""
-    if add_bos_token:
-        return (_token_id(backend, bos_token, "add_bos_token is set, but bos_token"),)
-    if add_bos_token is not None:
+def _content(token: Any) -> str | None:
+    """Returns a token that a file contains as a string or as an object with "content"; None if it is neither."""
+    token = token.get("content") if isinstance(token, Mapping) else token
+    return token if isinstance(token, str) else None
+
+
+def _prefix_ids(backend: tokenizers.Tokenizer, add_bos_token: bool | None, bos_token: Any) -> tuple[int, ...]:
+    """Returns the tokens before a text, from `add_bos_token` or else from the post-processor."""
+    if add_bos_token is False:
         return ()
-    problem = "the post_processor of tokenizer.json cannot encode an empty text"
-    ids = call_backend(problem, backend.encode, "", add_special_tokens=True).ids
-    bos = None if bos_token is None else backend.token_to_id(bos_token)
-    return (bos,) if bos is not None and ids[:1] == [bos] else ()
+    if add_bos_token and bos_token is not None:
+        return (_token_id(backend, bos_token, "add_bos_token is set, but bos_token"),)
+    problem = "the post_processor of tokenizer.json cannot encode a text"
+    added = backend.get_added_tokens_decoder()
+    # A text with tokens separates special tokens before it from those after it.
+    ids = range(backend.get_vocab_size())
+    token = next((token for token in ids if token not in added and backend.id_to_token(token) is not None), None)
+    text = "" if token is None else call_backend(problem, backend.decode, [token])
+    encoding = call_backend(problem, backend.encode, f"a{text}", add_special_tokens=True)
+    pairs = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+    before = [token for token, _ in itertools.takewhile(lambda pair: pair[1], pairs)]
+    if add_bos_token and not before:
+        raise ValueError("tokenizer_config.json: add_bos_token is set, but no file has bos_token")
+    return tuple(before)
 
 
-def _eos_ids(directory: pathlib.Path, backend: tokenizers.Tokenizer, eos_token: str | None) -> tuple[int, ...]:
-    """Returns the end-of-text tokens; generation_config.json has precedence, as in transformers.
+def _eos_ids(directory: pathlib.Path, backend: tokenizers.Tokenizer, eos_token: Any, template: str) -> tuple[int, ...]:
+    """Returns the tokens that finish a sequence: the end of a text and the end of the assistant's turn.
+
+    generation_config.json has precedence over config.json, as in transformers. Both often name the end of a text only,
+    so `eos_token` and the end tokens in the chat template are added.
+
+    Args:
+        directory: directory of the files.
+        backend: the tokenizer.
+        eos_token: the tokenizer's end-of-text token, or None.
+        template: the chat template, or "".
 
     Raises:
         ValueError: if they are not token ids.
     """
     weights_directory = replacing.weights_directory(directory)
+    ids: list[int] = []
     for home, name in ((directory, "generation_config.json"), (weights_directory, "config.json")):
-        ids = _read_optional(home, name).get("eos_token_id")
-        if ids is None:
+        value = _read_optional(home, name).get("eos_token_id")
+        if value is None:
             continue
-        id_list = ids if isinstance(ids, list) else [ids]
-        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in id_list):
-            raise ValueError(f"{directory / name}: eos_token_id={ids!r} must be a token id or a list of token ids")
-        return tuple(id_list)
-    return () if eos_token is None else (_token_id(backend, eos_token, "eos_token"),)
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+            raise ValueError(f"{directory / name}: eos_token_id={value!r} must be a token id or a list of token ids")
+        break
+    if not ids and eos_token is not None:
+        _token_id(backend, eos_token, "eos_token")
+    added = [token.content for token in backend.get_added_tokens_decoder().values()]
+    names = [eos_token, *(token for token in find_end_tokens(added) if token in template)]
+    named_ids = [backend.token_to_id(token) for token in names if token is not None]
+    return tuple(dict.fromkeys([*ids, *(token for token in named_ids if token is not None)]))
 
 
 def _token_id(backend: tokenizers.Tokenizer, token: str | None, name: str) -> int:

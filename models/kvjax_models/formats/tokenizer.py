@@ -11,8 +11,10 @@ from kvjax_models.formats import chat_template, untrusted_files
 
 T = TypeVar("T")
 
+CONTEXT_TOKENS = 32  # before a text that determine how it is encoded and decoded; more than any character needs
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_MAX_PENDING_TOKENS = 32  # after which `Streamer` emits an incomplete character; more than any encoding needs
+_MAX_PENDING_TOKENS = CONTEXT_TOKENS  # after which `Streamer` emits an incomplete character
+_LINE_BREAK, _NULL = "\n", "\0"  # texts that hardly any vocabulary merges with the text after them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,14 +25,14 @@ class Tokenizer:
         backend: the tokenizer of the `tokenizers` library.
         prefix_ids: tokens that the model expects before a text: the BOS token or none.
         eos_ids: tokens that finish a sequence.
-        special_tokens: special tokens by role ("bos_token", ...), for chat templates.
+        special_tokens: special tokens by role ("bos_token", "additional_special_tokens", ...), for chat templates.
         chat_template: Jinja template of conversations; None if the checkpoint has none.
     """
 
     backend: tokenizers.Tokenizer
     prefix_ids: tuple[int, ...]
     eos_ids: tuple[int, ...]
-    special_tokens: Mapping[str, str]
+    special_tokens: Mapping[str, str | list[str]]
     chat_template: str | None = None
 
     @property
@@ -50,18 +52,48 @@ class Tokenizer:
 
         Args:
             text: the text.
-            add_bos: whether to prepend `prefix_ids`.
+            add_bos: whether the text starts a sequence: `prefix_ids` are prepended unless the text begins with them.
+                False encodes a text that follows another one; see `encode_continuation`.
 
         Returns:
             The token ids.
         """
-        encoding = call_backend(
-            "the tokenizer cannot encode this text", self.backend.encode, text, add_special_tokens=False
-        )
-        return [*(self.prefix_ids if add_bos else ()), *encoding.ids]
+        if not add_bos:
+            return self.encode_continuation(text)
+        prefix, ids = list(self.prefix_ids), self._encode(text)
+        return ids if ids[: len(prefix)] == prefix else prefix + ids
+
+    def encode_continuation(self, text: str, context: Sequence[int] | None = None) -> list[int]:
+        """Encodes a text that follows other tokens: without BOS and the space that SentencePiece puts before a text.
+
+        The result is the end of the encoding of both texts. If one of its tokens would span both texts, the text is
+        encoded as if it followed a line break.
+
+        Args:
+            text: the text.
+            context: tokens before the text, of which the last `CONTEXT_TOKENS` suffice; () at the start of a sequence,
+                None if they are not known.
+
+        Returns:
+            The token ids.
+        """
+        if context is not None and not len(context):
+            return self._encode(text)
+        before = [] if context is None else [self.decode(context[-CONTEXT_TOKENS:], skip_special_tokens=False)]
+        for anchor in (*before, _LINE_BREAK, _NULL):
+            head, ids = self._encode(anchor), self._encode(anchor + text)
+            if len(ids) > len(head) and ids[: len(head)] == head:
+                return ids[len(head) :]
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        problem = "the tokenizer cannot encode this text"
+        return call_backend(problem, self.backend.encode, text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Decodes tokens without removing spaces; invalid UTF-8 bytes become U+FFFD.
+        """Decodes the tokens of an entire text; `decode_continuation` decodes tokens that follow others.
+
+        Spaces are not removed; invalid UTF-8 bytes become U+FFFD.
 
         Args:
             ids: token ids.
@@ -76,6 +108,19 @@ class Tokenizer:
             list(ids),
             skip_special_tokens=skip_special_tokens,
         )
+
+    def decode_continuation(self, ids: Iterable[int], context: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Decodes tokens that follow other tokens, such as an answer: SentencePiece's first space is kept.
+
+        Args:
+            ids: token ids.
+            context: tokens before them; the last `CONTEXT_TOKENS` suffice.
+            skip_special_tokens: whether to omit special tokens.
+
+        Returns:
+            The text that they add to the context's text.
+        """
+        return "".join(self.stream(ids, context, skip_special_tokens))
 
     def stream(
         self, ids: Iterable[int], context: Sequence[int] = (), skip_special_tokens: bool = True
@@ -97,42 +142,76 @@ class Tokenizer:
         if text := streamer.flush():
             yield text
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> str:
         """Renders a conversation with the checkpoint's chat template.
 
-        The text contains its own BOS token if the template writes one: encode it with `add_bos=False` or use
-        `encode_chat`.
+        The text contains its own BOS token if the template writes one: encode it with `encode_chat`.
 
         Args:
             messages: messages {"role": ..., "content": ...}.
             add_generation_prompt: whether to append the start of the assistant's answer.
+            template_options: further variables of the template, such as `enable_thinking` or `tools`.
+                `continue_final_message=True` ends the text with the last message, whose role continues it.
 
         Returns:
             The text.
 
         Raises:
-            ValueError: if the checkpoint has no chat template, or the template refuses the messages or exceeds its
-                limits of time or memory (see `chat_template`).
+            ValueError: if the checkpoint has no chat template, the template does not use an option, refuses the
+                messages, omits the content of one, or exceeds its limits of time or memory (see `chat_template`).
         """
         if self.chat_template is None:
             raise ValueError(
                 "this checkpoint has no chat template (chat_template in tokenizer_config.json, or "
                 "chat_template.jinja); pass plain text, or use an instruction-tuned checkpoint"
             )
-        variables = {"messages": messages, "tools": None, "documents": None, **self.special_tokens}
-        return chat_template.render(self.chat_template, variables | {"add_generation_prompt": add_generation_prompt})
+        variables: dict[str, Any] = {"tools": None, "documents": None, **self.special_tokens}
+        variables["add_generation_prompt"] = add_generation_prompt
+        return chat_template.render(self.chat_template, messages, variables, template_options)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+    def render_turn(
+        self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None = None
+    ) -> str:
+        """Renders messages that continue a conversation, with the start of the assistant's answer.
+
+        The text has no BOS token and no default system message, which a template writes at the start of a conversation.
+
+        Args:
+            messages: as for `render_chat`, starting with the user's.
+            template_options: as for `render_chat`.
+
+        Returns:
+            The text after an answer of the assistant.
+        """
+        question, answer = chat_template.probe(0), chat_template.probe(1)
+        earlier = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        end_of_answer = self.render_chat(earlier, add_generation_prompt=False).rpartition(answer)[2]
+        text = self.render_chat([*earlier, *messages], template_options=template_options)
+        return text.rpartition(answer)[2].removeprefix(end_of_answer)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Encodes a conversation with the checkpoint's chat template.
 
         Args:
             messages: as for `render_chat`.
             add_generation_prompt: as for `render_chat`.
+            template_options: as for `render_chat`.
 
         Returns:
             The token ids.
         """
-        return self.encode(self.render_chat(messages, add_generation_prompt), add_bos=False)
+        text = self.render_chat(messages, add_generation_prompt, template_options)
+        return self.encode_continuation(text, context=())  # a template writes BOS itself
 
 
 class Streamer:

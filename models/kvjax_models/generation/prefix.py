@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import kvjax
 from kvjax_models.fingerprint import tokenizer_fingerprint
-from kvjax_models.formats.tokenizer import Tokenizer
+from kvjax_models.formats.tokenizer import CONTEXT_TOKENS, Tokenizer
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.generation.state import GenerationState
@@ -22,12 +22,14 @@ class Prefix:
         generator: generator of the state, with one batch row.
         state: state after the text.
         num_tokens: length of the text in tokens.
+        context: the last tokens of the text, with which texts after it are encoded and decoded; None if not known.
     """
 
     tokenizer: Tokenizer
     generator: Generator
     state: GenerationState
     num_tokens: int
+    context: tuple[int, ...] | None
 
     def generate(
         self, prompt: str | Sequence[str], *, max_new_tokens: int | None = None, seed: int = 0
@@ -46,10 +48,9 @@ class Prefix:
             ValueError: if a prompt is empty, or prompt and new tokens exceed the capacity of the cache.
         """
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
-        rows, _ = self.continue_tokens(
-            [self.tokenizer.encode(text, add_bos=False) for text in texts], max_new_tokens, seed=seed
-        )
-        answers = [self.tokenizer.decode(row) for row in rows]
+        prompts = [self.tokenizer.encode_continuation(text, self.context) for text in texts]
+        rows, _ = self.continue_tokens(prompts, max_new_tokens, seed=seed)
+        answers = self.decode(rows, prompts)
         return answers[0] if isinstance(prompt, str) else answers
 
     def continue_tokens(
@@ -72,6 +73,16 @@ class Prefix:
         state = generator.reseed(kvjax.repeat_rows(self.state, len(prompts)), seed)
         return generator.decode_all(generator.prefill(state, prompts), max_new_tokens)
 
+    def decode(self, rows: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]) -> list[str]:
+        """Returns the texts of new tokens.
+
+        Args:
+            rows: new tokens of each prompt.
+            prompts: the tokens of the prompts.
+        """
+        contexts = [[*(self.context or ()), *prompt] for prompt in prompts]
+        return [self.tokenizer.decode_continuation(*pair) for pair in zip(rows, contexts, strict=True)]
+
     def save(self, directory: str | os.PathLike) -> None:
         """Saves the prefix and the model's parameters; see `SavedStates.save`.
 
@@ -79,7 +90,11 @@ class Prefix:
             directory: a directory without saves.
         """
         SavedStates(pathlib.Path(directory)).save(
-            0, self.generator, self.state, _run(self.tokenizer), {"tokens": self.num_tokens}
+            0,
+            self.generator,
+            self.state,
+            _run(self.tokenizer),
+            {"tokens": self.num_tokens, "context": self.context},
         )
 
 
@@ -96,7 +111,7 @@ def read_prefix(tokenizer: Tokenizer, generator: Generator, tokens: Sequence[int
         The prefix.
     """
     state = generator.prefill(generator.init_state(seed), [tokens])
-    return Prefix(tokenizer, generator, state, len(tokens))
+    return Prefix(tokenizer, generator, state, len(tokens), tuple(tokens[-CONTEXT_TOKENS:]))
 
 
 def restore_prefix(tokenizer: Tokenizer, generator: Generator, directory: str | os.PathLike) -> Prefix:
@@ -111,7 +126,8 @@ def restore_prefix(tokenizer: Tokenizer, generator: Generator, directory: str | 
         The prefix.
     """
     _, state, notes = SavedStates(pathlib.Path(directory)).restore(generator, _run(tokenizer))
-    return Prefix(tokenizer, generator, state, notes["tokens"])
+    context = notes.get("context")  # older saves have none
+    return Prefix(tokenizer, generator, state, notes["tokens"], None if context is None else tuple(context))
 
 
 def _run(tokenizer: Tokenizer) -> dict[str, str]:
