@@ -1,7 +1,7 @@
 """Measures attention over compressed keys and values, layer by layer of a pretrained model or on synthetic streams.
 
     python -m experiments.attention --model smollm2-135m --text docs --policy uniform --policy balancekv --budget 25%
-    python -m experiments.attention --measure recall --text books --data_dir DIR
+    python -m experiments.attention --measure recall --text books --data_dir DIR --budget 64 128
     python -m experiments.attention --stream tight --norm 4 --policy subgen --policy uniform
 
 - `error`: relative error of attention of the last tokens' queries over a compressed prompt (BalanceKV, Figures 1 and
@@ -12,7 +12,8 @@
 - `similarity`: cosine of keys by distance, share of tokens with a neighbor of cosine .8 in their chunk, by head
   (Chelsea, Figures 2 and 3), and variance within clusters of keys and of values (SubGen, Figure 1).
 
-Intervals are over seeds, which are the rows of a batch.
+Intervals are over seeds, which are the rows of a batch. Figures have the values of all seeds, because settings share
+texts and are compared in pairs.
 """
 
 import dataclasses
@@ -34,6 +35,7 @@ from experiments.common.flags import Flags, repeatable, run_command
 from experiments.common.output import Figure, figure, print_figures, write_figures
 from experiments.common.statistics import mean_interval
 from kvjax.budget import Budget, row_bytes, row_read_bytes
+from kvjax.policies.clusterkv import ClusterKV
 from kvjax.policy import Policy
 from kvjax.structures.k_center import greedy_k_center
 from kvjax.structures.k_means import k_means
@@ -56,7 +58,7 @@ class Options(Flags):
     stream: tuple[str, ...] = repeatable(choices=streams.SYNTHETIC)  # Synthetic streams in place of a model.
     norm: float = 8.0  # Norm of synthetic keys and queries.
     policy: tuple[str, ...] = repeatable("uniform", "subgen", "balancekv", "chelsea", "snapkv")  # Of `error`.
-    budget: tuple[str, ...] = repeatable("50%", "25%", "12.5%")
+    budget: tuple[str, ...] = repeatable("50%", "25%", "12.5%")  # Of `recall`: tokens.
     layer: tuple[int, ...] = repeatable()  # Layers; by default all.
     tokens: int = 1024  # Tokens of a stream.
     queries: int = 32  # Queries after it.
@@ -116,9 +118,14 @@ def measure_error(options: Options, case: Case) -> list[Figure]:
         labels |= {"tokens": options.tokens, "seeds": options.seeds}
         errors = {"relative_error": streams.relative_errors, "clamped_error": streams.clamped_errors}
         for metric, function in errors.items():
-            figures.append(figure(metric, mean_interval(function(attended, exact)), **labels))
+            figures.append(_over_seeds(metric, function(attended, exact), **labels))
     print_figures(f"Relative error of attention, {case.name}", figures, "setting")
     return figures
+
+
+def _over_seeds(metric: str, samples: Float[np.ndarray, "n"], **labels: Any) -> Figure:
+    """Returns the figure of one value per seed."""
+    return figure(metric, mean_interval(samples), samples=np.asarray(samples, float).tolist(), **labels)
 
 
 def attend(setting: Setting, case: Case) -> tuple[np.ndarray, float, float]:
@@ -161,14 +168,13 @@ def measure_recall(options: Options, case: Case) -> list[Figure]:
     for size in (None, *options.cluster_tokens):
         name = f"pages of {PAGE}" if size is None else f"clusters of {size}"
         for budget in options.budget:
-            share = Budget.parse(budget).fraction
-            if share is None:
-                raise ValueError(f"budget={budget} must be a percentage")
-            selected = max(PAGE, int(share * keys.shape[1]) // PAGE * PAGE)
+            selected = Budget.parse(budget).slots
+            if selected is None or selected > keys.shape[1]:
+                raise ValueError(f"budget={budget} must be a number of tokens up to {keys.shape[1]}")
             result = np.asarray(recall_of_heads(size, selected, keys, queries)).mean(axis=1)
-            labels = {"setting": f"{name} @ {budget}", "case": case.name, "selected_tokens": selected}
+            labels = {"setting": f"{name} @ {budget}", "case": case.name}
             names = ("recall", "hit_rate_1", "hit_rate_2")
-            figures += [figure(metric, mean_interval(v), **labels) for metric, v in zip(names, result.T, strict=True)]
+            figures += [_over_seeds(metric, v, **labels) for metric, v in zip(names, result.T, strict=True)]
     print_figures(f"Recall of the tokens with the largest logits, {case.name}", figures, "setting")
     return figures
 
@@ -228,7 +234,7 @@ def group_scores(
     """Groups tokens and scores the groups.
 
     Args:
-        size: tokens per cluster (cosine k-means, scored by the mean key); None for pages, scored by Quest's bound.
+        size: tokens per cluster (ClusterKV's k-means, scored by the mean key); None for pages, scored by Quest's bound.
         keys: the keys.
         queries: the queries.
 
@@ -242,7 +248,8 @@ def group_scores(
         low = jnp.full((count, keys.shape[1]), jnp.inf).at[label].min(keys)
         high = jnp.full((count, keys.shape[1]), -jnp.inf).at[label].max(keys)
         return label, jnp.maximum(queries, 0) @ high.T + jnp.minimum(queries, 0) @ low.T, count
-    label = k_means(jax.random.key(0), keys, jnp.ones(tokens, bool), count, iterations=20).label
+    settings = ClusterKV(tokens).k_means_options(is_prompt=True)
+    label = k_means(jax.random.key(0), keys, jnp.ones(tokens, bool), count, **settings).label
     means, sizes = group_means(keys, label, count)
     return label, jnp.where(sizes > 0, queries @ means.T, -jnp.inf), count
 
@@ -261,10 +268,10 @@ def measure_similarity(options: Options, case: Case) -> list[Figure]:
     keys, values = (jnp.asarray(x[:, SINKS:]).swapaxes(1, 2) for x in (case.stream.keys, case.stream.values))
     near, far = cosine_by_distance(keys)
     figures = [
-        figure("cosine", mean_interval(near), setting=f"distance up to {NEAR}", case=case.name),
-        figure("cosine", mean_interval(far), setting=f"distance over {CHUNK}", case=case.name),
-        figure("cluster_residual", mean_interval(cluster_residual(keys)), setting="keys", case=case.name),
-        figure("cluster_residual", mean_interval(cluster_residual(values)), setting="values", case=case.name),
+        _over_seeds("cosine", np.asarray(near), setting=f"distance up to {NEAR}", case=case.name),
+        _over_seeds("cosine", np.asarray(far), setting=f"distance over {CHUNK}", case=case.name),
+        _over_seeds("cluster_residual", np.asarray(cluster_residual(keys)), setting="keys", case=case.name),
+        _over_seeds("cluster_residual", np.asarray(cluster_residual(values)), setting="values", case=case.name),
     ]
     shares = 1 - np.asarray(share_without_edge(keys))
     figures += [
