@@ -138,6 +138,7 @@ def measure_latency(options: Options, llm: LanguageModel, context: int) -> list[
             "ms_per_token": median_interval(1e3 * step[index]),
             "ms_per_token_ratio": median_interval(step[index] / step[0]),
             "decode_memory_ratio": programs[index] / programs[0],
+            "read_fraction": held[index].read_fraction,
         }
         if (share := selection[index]) is not None:
             values["selection_share_of_step"] = share / float(np.median(step[index]))
