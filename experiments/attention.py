@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 import kvjax
 from experiments import evaluate
@@ -62,7 +62,8 @@ class Options(Flags):
     layer: tuple[int, ...] = repeatable()  # Layers; by default all.
     tokens: int = 1024  # Tokens of a stream.
     queries: int = 32  # Queries after it.
-    seeds: int = 4  # Number of seeds.
+    seeds: int = 4  # Number of seeds, each with its own text.
+    draws: int = 1  # Random numbers of the policies per seed; `error` is the mean over them.
     cluster_tokens: tuple[int, ...] = repeatable(80, 16)  # Tokens per cluster of `recall`; repeatable.
     output_dir: str = "build/attention"  # Directory of the figures.
 
@@ -110,15 +111,17 @@ def measure_error(options: Options, case: Case) -> list[Figure]:
     figures = []
     for setting in caches.parse_settings(options.policy, options.budget):
         try:
-            attended, held, read = attend(setting, case)
+            draws = [attend(setting, case, draw) for draw in range(options.draws)]
         except ValueError as error:
             print(f"{setting} is left out in {case.name}: {error}")
             continue
+        _, held, read = draws[0]
         labels: dict[str, Any] = {"setting": str(setting), "case": case.name, "held": held, "read": read}
-        labels |= {"tokens": options.tokens, "seeds": options.seeds}
+        labels |= {"tokens": options.tokens, "seeds": options.seeds, "draws": options.draws}
         errors = {"relative_error": streams.relative_errors, "clamped_error": streams.clamped_errors}
         for metric, function in errors.items():
-            figures.append(_over_seeds(metric, function(attended, exact), **labels))
+            samples = np.mean([function(attended, exact) for attended, _, _ in draws], axis=0)
+            figures.append(_over_seeds(metric, samples, **labels))
     print_figures(f"Relative error of attention, {case.name}", figures, "setting")
     return figures
 
@@ -128,12 +131,13 @@ def _over_seeds(metric: str, samples: Float[np.ndarray, "n"], **labels: Any) -> 
     return figure(metric, mean_interval(samples), samples=np.asarray(samples, float).tolist(), **labels)
 
 
-def attend(setting: Setting, case: Case) -> tuple[np.ndarray, float, float]:
+def attend(setting: Setting, case: Case, draw: int = 0) -> tuple[np.ndarray, float, float]:
     """Compresses a stream and attends to it.
 
     Args:
         setting: settings of the cache.
         case: the stream.
+        draw: seed of the policy's random numbers.
 
     Returns:
         The attention output, and the held and read shares of a full cache.
@@ -144,7 +148,8 @@ def attend(setting: Setting, case: Case) -> tuple[np.ndarray, float, float]:
     count = policy.requires.num_prompt_queries(spec.max_prompt_tokens)
     assert drawn.prompt_queries is not None
     queries = jnp.asarray(drawn.prompt_queries[:, -count:]) if count else None
-    cache = compress(policy, spec, jnp.asarray(drawn.keys), jnp.asarray(drawn.values), queries)
+    rows = jax.random.split(jax.random.key(draw), spec.batch)
+    cache = compress(policy, spec, rows, jnp.asarray(drawn.keys), jnp.asarray(drawn.values), queries)
     kvjax.raise_faults(cache)
     attended = jax.jit(lambda cache, query: kvjax.normalize(kvjax.attend(cache, query)))(cache, drawn.queries)
     total = full.full_cache_bytes(spec.max_prompt_tokens)
@@ -152,9 +157,10 @@ def attend(setting: Setting, case: Case) -> tuple[np.ndarray, float, float]:
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
-def compress(policy: Policy, spec: kvjax.CacheSpec, keys: Array, values: Array, queries: Array | None) -> kvjax.Cache:
+def compress(
+    policy: Policy, spec: kvjax.CacheSpec, rows: Key[Array, "B"], keys: Array, values: Array, queries: Array | None
+) -> kvjax.Cache:
     """Returns the cache after a prompt, with one seed per row."""
-    rows = jax.random.split(jax.random.key(0), spec.batch)
     lengths = jnp.full(spec.batch, spec.max_prompt_tokens, jnp.int32)
     return kvjax.prefill(kvjax.init(policy, spec, rows), keys, values, lengths, queries)[0]
 

@@ -248,7 +248,8 @@ SCORES = {
     # BABILong, babilong/metrics.py: the correct label is the only one in the first sentence.
     "babi": (functools.partial(records.only_label, records.BABI_LABELS["1"]), "Where is Ann?", "garden", {
         "garden": 1, "Garden.": 1, "the garden. Then the office.": 1, "garden, office": 0, "office": 0,
-        "not the garden but the office": 0, "": 0, "She is out.": 0, "garden\n\nQuestion: the hallway": 0, "garden <example> kitchen": 1,
+        "not the garden but the office": 0,
+        "": 0, "She is out.": 0, "garden\n\nQuestion: the hallway": 0, "garden <example> kitchen": 1,
     }),
     "babi, labels of the question": (
         functools.partial(records.only_label, records.BABI_LABELS["4"]), "What is north of the bedroom?", "office",
@@ -279,7 +280,7 @@ SCORES = {
         "sandwich, day.": 0.2, "eat a sandwich": 0.6, "nothing": 0,
     }),
     # L-Eval, Evaluation/auto_eval.py: rouge_score's ROUGE-L.
-    "gov_report": (lambda answer, question: metrics.rouge_l_letters(answer, *question.answers), "", "The cat sat down.", {
+    "gov_report": (lambda answer, one: metrics.rouge_l_letters(answer, *one.answers), "", "The cat sat down.", {
         "The cat sat down.": 1, "the CAT sat, down": 1, "cat": 2 / 5, "down sat cat The": 2 / 8, "": 0, "dog": 0,
         "...": 0, "The cat sat down. Then it ran.": 8 / 11, "cat\nsat": 4 / 6, "the the": 2 / 6,
     }),
