@@ -24,7 +24,7 @@ from experiments import summarize
 from experiments.common import ROOT, caches, plots
 from experiments.common.console import markdown_table
 from experiments.common.flags import Flags, repeatable, run_command
-from experiments.common.output import as_text, figure_table
+from experiments.common.output import as_text, figure, figure_table
 from experiments.common.rows import Row, read_rows
 from experiments.common.statistics import Estimate, mean_interval
 from experiments.tasks import RULER
@@ -323,6 +323,8 @@ def _compare_figures(compare: Mapping[str, Any], figures: Sequence[Mapping[str, 
                 cases.setdefault(case, {})[one["setting"]] = one
     # With a factor, the claim is about this multiple of the other setting's value.
     sign, factor = 1 if compare.get("larger") else -1, compare.get("factor", 1.0)
+    if compare.get("mean"):  # The verdict is of the mean over the cases; the table has all of them.
+        cases["mean"] = {setting: _mean_of_cases(cases, setting) for setting in (compare["better"], compare["than"])}
     differences, lines, columns = [], [], (compare["metric"], compare["better"], compare["than"])
     for case, found in cases.items():
         if len(found) < 2:
@@ -338,7 +340,15 @@ def _compare_figures(compare: Mapping[str, Any], figures: Sequence[Mapping[str, 
             pair = Estimate(better["value"] - factor * other["value"], *bounds)
         differences.append(pair if sign > 0 else -pair)
         lines.append(line)
+    if compare.get("mean"):
+        differences = differences[-1:]
     return differences, markdown_table(columns, lines) if lines else ""
+
+
+def _mean_of_cases(cases: Mapping[str, Mapping[str, Mapping[str, Any]]], setting: str) -> dict[str, Any]:
+    """Returns the figure of a setting's mean over cases, seed by seed."""
+    samples = np.mean([found[setting]["samples"] for found in cases.values()], axis=0)
+    return figure("mean", mean_interval(samples), samples=samples)
 
 
 def _check_range(check: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> tuple[list[Estimate], str]:

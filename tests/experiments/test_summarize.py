@@ -150,6 +150,10 @@ def test_figures_of_equal_seeds_are_paired(tmp_path):
     assert render.evaluate_claim({"figures": check | {"better": "y", "than": "x"}}, [], tmp_path)[0] == "does not hold"
     both = [check, check | {"better": "y", "than": "x", "factor": 1.05}]
     assert render.evaluate_claim({"figures": both}, [], tmp_path)[0] == "not significant"
+    verdict, text = render.evaluate_claim(
+        {"figures": check | {"cases": ["layer 1", "layer 2"], "mean": True}}, [], tmp_path
+    )
+    assert verdict == "holds" and "| mean | 2.5 [" in text and "| layer 2 |" in text
     show = {"file": "f.json", "settings": ["y"], "metrics": ["error"]}
     assert render.evaluate_claim({"show": show}, [], tmp_path)[0] == "not run"
 
