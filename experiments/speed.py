@@ -7,9 +7,9 @@
 
 `latency` decodes one sequence: time to first token, time per token, time of prefill and 1,000 tokens, selection of
 blocks, resident and read bytes; with `--transformers` also the time per token of transformers' DynamicCache. `prefill`
-times entire prefills, with all passes that a policy needs.
-`throughput` serves requests by continuous batching with as many rows as fit in the memory of `--full_rows` rows of the
-full cache. Weights and prompts are random unless `--model` names a model. Policies alternate, so ratios compare
+times entire prefills, with all passes that a policy needs. `throughput` serves requests by continuous batching with as
+many rows as fit in the memory of `--full_rows` rows of the full cache. `bytes` computes the bytes that a cache holds and
+that a step reads; it makes no weights. Weights and prompts are random unless `--model` names a model. Policies alternate, so ratios compare
 neighbors.
 """
 
@@ -37,6 +37,7 @@ from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.lowering import lower_decode
 from kvjax_models.generation.state import GenerationState
 
+MEASURES = ("latency", "prefill", "throughput", "bytes")
 MIN_SAMPLES = 6  # samples whose median has a 95% interval
 ANSWER_TOKENS = 1_000  # of end-to-end times, which add prefill and decode steps
 
@@ -45,7 +46,9 @@ ANSWER_TOKENS = 1_000  # of end-to-end times, which add prefill and decode steps
 class Options(Flags):
     """Options of a measurement."""
 
-    measure: tuple[str, ...] = repeatable("latency", choices=("latency", "prefill", "throughput"))  # Repeatable.
+    measure: tuple[str, ...] = repeatable(
+        "latency", choices=("latency", "prefill", "throughput", "bytes")
+    )  # Repeatable.
     shape: str = "small"  # Sizes of a random model: a name of `common.shapes`, or a directory with a config.json.
     model: str | None = None  # A model to load in place of a random one.
     layers: int | None = None  # Layers of the random model; by default all.
@@ -81,7 +84,8 @@ def make_model(options: Options) -> LanguageModel:
     if options.model is not None:
         llm = load(options.model, dtype)
         return dataclasses.replace(llm, tokenizer=dataclasses.replace(llm.tokenizer, eos_ids=()))
-    return random_model(first_layers(find_shape(options.shape), options.layers), dtype, options.seed)
+    config = first_layers(find_shape(options.shape), options.layers)
+    return random_model(config, dtype, options.seed, is_abstract=options.measure == ("bytes",))
 
 
 def make_generators(llm: LanguageModel, settings: Sequence[Setting], **sizes: Any) -> dict[Setting, Generator]:
@@ -138,7 +142,6 @@ def measure_latency(options: Options, llm: LanguageModel, context: int) -> list[
             "ms_per_token": median_interval(1e3 * step[index]),
             "ms_per_token_ratio": median_interval(step[index] / step[0]),
             "decode_memory_ratio": programs[index] / programs[0],
-            "read_fraction": held[index].read_fraction,
         }
         if (share := selection[index]) is not None:
             values["selection_share_of_step"] = share / float(np.median(step[index]))
@@ -180,6 +183,27 @@ def measure_prefill(options: Options, llm: LanguageModel, context: int) -> list[
     return figures
 
 
+def measure_bytes(options: Options, llm: LanguageModel, context: int) -> list[Figure]:
+    """Returns the bytes that every setting's cache holds and that a step reads, relative to a full bfloat16 cache.
+
+    Args:
+        options: the options.
+        llm: the model.
+        context: tokens of the prompt.
+
+    Returns:
+        The figures.
+    """
+    total = context + options.tokens
+    sizes = {"batch": 1, "max_prompt_tokens": context, "max_new_tokens": options.tokens, "budget_tokens": total}
+    labels = {"context_tokens": context, "model": options.model or options.shape}
+    figures = []
+    for setting, generator in make_generators(llm, options.settings, **sizes).items():
+        fractions = zip(("held_fraction", "read_fraction"), caches.fractions(generator, total), strict=True)
+        figures += [figure(metric, value, setting=str(setting), **labels) for metric, value in fractions]
+    return figures
+
+
 def measure_limits(options: Options, llm: LanguageModel) -> list[Figure]:
     """Returns memory bandwidth, rate of matrix products, and the time that reading the weights takes."""
     dtype = llm.model.embedding.param_dtype
@@ -204,13 +228,19 @@ def main(options: Options) -> None:
             print_figures(f"Prompt of {context} tokens, batch 1; ratios to the full cache", found, "setting")
             figures += found
             write_figures(directory / "latency.json", figures)
-    if "prefill" in options.measure:
+    others = {
+        "prefill": (measure_prefill, "Prefill of {} tokens; ratios to the full cache"),
+        "bytes": (measure_bytes, "Bytes after a prompt of {} tokens, relative to a full bfloat16 cache"),
+    }
+    for name, (measure, title) in others.items():
+        if name not in options.measure:
+            continue
         figures = []
         for context in options.context_tokens:
-            found = measure_prefill(options, llm, context)
-            print_figures(f"Prefill of {context} tokens; ratios to the full cache", found, "setting")
+            found = measure(options, llm, context)
+            print_figures(title.format(context), found, "setting")
             figures += found
-            write_figures(directory / "prefill.json", figures)
+            write_figures(directory / f"{name}.json", figures)
     if "throughput" in options.measure:
         figures = []
         for context in options.context_tokens:
