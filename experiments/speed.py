@@ -8,9 +8,9 @@
 `latency` decodes one sequence: time to first token, time per token, time of prefill and 1,000 tokens, selection of
 blocks, resident and read bytes; with `--transformers` also the time per token of transformers' DynamicCache. `prefill`
 times entire prefills, with all passes that a policy needs. `throughput` serves requests by continuous batching with as
-many rows as fit in the memory of `--full_rows` rows of the full cache. `bytes` computes the bytes that a cache holds and
-that a step reads; it makes no weights. Weights and prompts are random unless `--model` names a model. Policies alternate, so ratios compare
-neighbors.
+many rows as fit in the memory of `--full_rows` rows of the full cache. `bytes` computes the bytes that a cache holds
+and that a step reads, without weights. Weights and prompts are random unless `--model` names a model. Policies
+alternate, so ratios compare neighbors.
 """
 
 import dataclasses

@@ -43,6 +43,16 @@ def test_latency_is_relative_to_the_full_cache(tmp_path, monkeypatch):
         speed.Options(repetitions=5)
 
 
+def test_bytes_need_no_weights(tmp_path, monkeypatch):
+    monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
+    policies = ("snapkv:window_size=16,compact_every=8@100", "clusterkv:compact_every=8@70%")
+    options = {"shape": "tiny", "policy": policies, "context_tokens": (300,), "tokens": 8}
+    speed.main(speed.Options(measure=("bytes",), **options, output_dir=str(tmp_path)))
+    found = {(one["setting"], one["metric"]): one["value"] for one in figures(tmp_path / "bytes.json")}
+    assert 0.3 < found["snapkv:window_size=16,compact_every=8 @ 100", "read_fraction"] < 0.4
+    assert found["clusterkv:compact_every=8 @ 70%", "read_fraction"] <= 0.7 < 1 < found["exact", "held_fraction"]
+
+
 def test_no_token_ends_a_timed_text(monkeypatch):
     llm = tiny.make_llm()
     ending = dataclasses.replace(llm, tokenizer=dataclasses.replace(llm.tokenizer, eos_ids=(1,)))
