@@ -219,7 +219,8 @@ def _section(result: Mapping[str, Any], verdict: str, measured: str) -> str:
     if measured:
         text += f"\nMeasured:\n\n{measured}"
     if "command" in result:
-        text += f"\nCommand:\n\n    {result['command']}\n"
+        command = result["command"].replace("; ", "\n    ")
+        text += f"\nCommand:\n\n    {command}\n"
     if "needs" in result:
         text += f"\nThe paper's setting was not run. It needs {result['needs']}.\n"
     return text
@@ -272,6 +273,8 @@ def _compare_rows(compare: Mapping[str, Any], rows: Sequence[Row]) -> tuple[list
     ]
     differences, texts = list[Estimate](), []
     for table in summarize.summarize(selected):
+        if all(line.setting == caches.FULL for line in table.lines):
+            continue
         is_loss = table.metric == "nll"
         columns, lines = summarize.cells(table, caches.FULL)
         unit = ": nats per token, smaller is better" if is_loss else ""
