@@ -326,13 +326,12 @@ def _compare_figures(compare: Mapping[str, Any], figures: Sequence[Mapping[str, 
                 cases.setdefault(case, {})[one["setting"]] = one
     # With a factor, the claim is about this multiple of the other setting's value.
     sign, factor = 1 if compare.get("larger") else -1, compare.get("factor", 1.0)
-    if compare.get("mean"):  # The verdict is of the mean over the cases; the table has all of them.
+    cases = {case: found for case, found in cases.items() if len(found) == 2}
+    if compare.get("mean") and cases:  # The verdict is of the mean over the cases; the table has all of them.
         cases["mean"] = {setting: _mean_of_cases(cases, setting) for setting in (compare["better"], compare["than"])}
     differences, lines = list[Estimate](), list[list[str]]()
     columns: tuple[str, ...] = (compare["metric"], compare["better"], compare["than"])
     for case, found in cases.items():
-        if len(found) < 2:
-            continue
         better, other = found[compare["better"]], found[compare["than"]]
         line = [case, as_text(better), as_text(other)]
         if "samples" in better and "samples" in other:
