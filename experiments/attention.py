@@ -1,7 +1,7 @@
 """Measures attention over compressed keys and values, layer by layer of a pretrained model or on synthetic streams.
 
     python -m experiments.attention --model smollm2-135m --text docs --policy uniform --policy balancekv --budget 25%
-    python -m experiments.attention --measure recall --text books --data_dir DIR
+    python -m experiments.attention --measure recall --text books --data_dir DIR --budget 64 128
     python -m experiments.attention --stream tight --norm 4 --policy subgen --policy uniform
 
 - `error`: relative error of attention of the last tokens' queries over a compressed prompt (BalanceKV, Figures 1 and
@@ -12,7 +12,8 @@
 - `similarity`: cosine of keys by distance, share of tokens with a neighbor of cosine .8 in their chunk, by head
   (Chelsea, Figures 2 and 3), and variance within clusters of keys and of values (SubGen, Figure 1).
 
-Intervals are over seeds, which are the rows of a batch.
+Intervals are over seeds, which are the rows of a batch. Figures have the values of all seeds, because settings share
+texts and are compared in pairs.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 import kvjax
 from experiments import evaluate
@@ -34,6 +35,7 @@ from experiments.common.flags import Flags, repeatable, run_command
 from experiments.common.output import Figure, figure, print_figures, write_figures
 from experiments.common.statistics import mean_interval
 from kvjax.budget import Budget, row_bytes, row_read_bytes
+from kvjax.policies.clusterkv import ClusterKV
 from kvjax.policy import Policy
 from kvjax.structures.k_center import greedy_k_center
 from kvjax.structures.k_means import k_means
@@ -56,11 +58,12 @@ class Options(Flags):
     stream: tuple[str, ...] = repeatable(choices=streams.SYNTHETIC)  # Synthetic streams in place of a model.
     norm: float = 8.0  # Norm of synthetic keys and queries.
     policy: tuple[str, ...] = repeatable("uniform", "subgen", "balancekv", "chelsea", "snapkv")  # Of `error`.
-    budget: tuple[str, ...] = repeatable("50%", "25%", "12.5%")
+    budget: tuple[str, ...] = repeatable("50%", "25%", "12.5%")  # Of `recall`: tokens.
     layer: tuple[int, ...] = repeatable()  # Layers; by default all.
     tokens: int = 1024  # Tokens of a stream.
     queries: int = 32  # Queries after it.
-    seeds: int = 4  # Number of seeds.
+    seeds: int = 4  # Number of seeds, each with its own text.
+    draws: int = 1  # Random numbers of the policies per seed; `error` is the mean over them.
     cluster_tokens: tuple[int, ...] = repeatable(80, 16)  # Tokens per cluster of `recall`; repeatable.
     output_dir: str = "build/attention"  # Directory of the figures.
 
@@ -108,25 +111,33 @@ def measure_error(options: Options, case: Case) -> list[Figure]:
     figures = []
     for setting in caches.parse_settings(options.policy, options.budget):
         try:
-            attended, held, read = attend(setting, case)
+            draws = [attend(setting, case, draw) for draw in range(options.draws)]
         except ValueError as error:
             print(f"{setting} is left out in {case.name}: {error}")
             continue
+        _, held, read = draws[0]
         labels: dict[str, Any] = {"setting": str(setting), "case": case.name, "held": held, "read": read}
-        labels |= {"tokens": options.tokens, "seeds": options.seeds}
+        labels |= {"tokens": options.tokens, "seeds": options.seeds, "draws": options.draws}
         errors = {"relative_error": streams.relative_errors, "clamped_error": streams.clamped_errors}
         for metric, function in errors.items():
-            figures.append(figure(metric, mean_interval(function(attended, exact)), **labels))
+            samples = np.mean([function(attended, exact) for attended, _, _ in draws], axis=0)
+            figures.append(_over_seeds(metric, samples, **labels))
     print_figures(f"Relative error of attention, {case.name}", figures, "setting")
     return figures
 
 
-def attend(setting: Setting, case: Case) -> tuple[np.ndarray, float, float]:
+def _over_seeds(metric: str, samples: Float[np.ndarray, "n"], **labels: Any) -> Figure:
+    """Returns the figure of one value per seed."""
+    return figure(metric, mean_interval(samples), samples=np.asarray(samples, float).tolist(), **labels)
+
+
+def attend(setting: Setting, case: Case, draw: int = 0) -> tuple[np.ndarray, float, float]:
     """Compresses a stream and attends to it.
 
     Args:
         setting: settings of the cache.
         case: the stream.
+        draw: seed of the policy's random numbers.
 
     Returns:
         The attention output, and the held and read shares of a full cache.
@@ -137,7 +148,8 @@ def attend(setting: Setting, case: Case) -> tuple[np.ndarray, float, float]:
     count = policy.requires.num_prompt_queries(spec.max_prompt_tokens)
     assert drawn.prompt_queries is not None
     queries = jnp.asarray(drawn.prompt_queries[:, -count:]) if count else None
-    cache = compress(policy, spec, jnp.asarray(drawn.keys), jnp.asarray(drawn.values), queries)
+    rows = jax.random.split(jax.random.key(draw), spec.batch)
+    cache = compress(policy, spec, rows, jnp.asarray(drawn.keys), jnp.asarray(drawn.values), queries)
     kvjax.raise_faults(cache)
     attended = jax.jit(lambda cache, query: kvjax.normalize(kvjax.attend(cache, query)))(cache, drawn.queries)
     total = full.full_cache_bytes(spec.max_prompt_tokens)
@@ -145,9 +157,10 @@ def attend(setting: Setting, case: Case) -> tuple[np.ndarray, float, float]:
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
-def compress(policy: Policy, spec: kvjax.CacheSpec, keys: Array, values: Array, queries: Array | None) -> kvjax.Cache:
+def compress(
+    policy: Policy, spec: kvjax.CacheSpec, rows: Key[Array, "B"], keys: Array, values: Array, queries: Array | None
+) -> kvjax.Cache:
     """Returns the cache after a prompt, with one seed per row."""
-    rows = jax.random.split(jax.random.key(0), spec.batch)
     lengths = jnp.full(spec.batch, spec.max_prompt_tokens, jnp.int32)
     return kvjax.prefill(kvjax.init(policy, spec, rows), keys, values, lengths, queries)[0]
 
@@ -161,14 +174,13 @@ def measure_recall(options: Options, case: Case) -> list[Figure]:
     for size in (None, *options.cluster_tokens):
         name = f"pages of {PAGE}" if size is None else f"clusters of {size}"
         for budget in options.budget:
-            share = Budget.parse(budget).fraction
-            if share is None:
-                raise ValueError(f"budget={budget} must be a percentage")
-            selected = max(PAGE, int(share * keys.shape[1]) // PAGE * PAGE)
+            selected = Budget.parse(budget).slots
+            if selected is None or selected > keys.shape[1]:
+                raise ValueError(f"budget={budget} must be a number of tokens up to {keys.shape[1]}")
             result = np.asarray(recall_of_heads(size, selected, keys, queries)).mean(axis=1)
-            labels = {"setting": f"{name} @ {budget}", "case": case.name, "selected_tokens": selected}
+            labels = {"setting": f"{name} @ {budget}", "case": case.name}
             names = ("recall", "hit_rate_1", "hit_rate_2")
-            figures += [figure(metric, mean_interval(v), **labels) for metric, v in zip(names, result.T, strict=True)]
+            figures += [_over_seeds(metric, v, **labels) for metric, v in zip(names, result.T, strict=True)]
     print_figures(f"Recall of the tokens with the largest logits, {case.name}", figures, "setting")
     return figures
 
@@ -228,7 +240,7 @@ def group_scores(
     """Groups tokens and scores the groups.
 
     Args:
-        size: tokens per cluster (cosine k-means, scored by the mean key); None for pages, scored by Quest's bound.
+        size: tokens per cluster (ClusterKV's k-means, scored by the mean key); None for pages, scored by Quest's bound.
         keys: the keys.
         queries: the queries.
 
@@ -242,7 +254,8 @@ def group_scores(
         low = jnp.full((count, keys.shape[1]), jnp.inf).at[label].min(keys)
         high = jnp.full((count, keys.shape[1]), -jnp.inf).at[label].max(keys)
         return label, jnp.maximum(queries, 0) @ high.T + jnp.minimum(queries, 0) @ low.T, count
-    label = k_means(jax.random.key(0), keys, jnp.ones(tokens, bool), count, iterations=20).label
+    settings = ClusterKV(tokens).k_means_options(is_prompt=True)
+    label = k_means(jax.random.key(0), keys, jnp.ones(tokens, bool), count, **settings).label
     means, sizes = group_means(keys, label, count)
     return label, jnp.where(sizes > 0, queries @ means.T, -jnp.inf), count
 
@@ -261,10 +274,10 @@ def measure_similarity(options: Options, case: Case) -> list[Figure]:
     keys, values = (jnp.asarray(x[:, SINKS:]).swapaxes(1, 2) for x in (case.stream.keys, case.stream.values))
     near, far = cosine_by_distance(keys)
     figures = [
-        figure("cosine", mean_interval(near), setting=f"distance up to {NEAR}", case=case.name),
-        figure("cosine", mean_interval(far), setting=f"distance over {CHUNK}", case=case.name),
-        figure("cluster_residual", mean_interval(cluster_residual(keys)), setting="keys", case=case.name),
-        figure("cluster_residual", mean_interval(cluster_residual(values)), setting="values", case=case.name),
+        _over_seeds("cosine", np.asarray(near), setting=f"distance up to {NEAR}", case=case.name),
+        _over_seeds("cosine", np.asarray(far), setting=f"distance over {CHUNK}", case=case.name),
+        _over_seeds("cluster_residual", np.asarray(cluster_residual(keys)), setting="keys", case=case.name),
+        _over_seeds("cluster_residual", np.asarray(cluster_residual(values)), setting="values", case=case.name),
     ]
     shares = 1 - np.asarray(share_without_edge(keys))
     figures += [

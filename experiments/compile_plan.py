@@ -19,8 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tokenizers
-from flax import nnx
 
 from experiments import device, speed
 from experiments.common import flags, timing
@@ -28,13 +26,11 @@ from experiments.common.compilers import prepare_compiler
 from experiments.common.console import print_table
 from experiments.common.flags import Flags, repeatable, run_command
 from experiments.common.output import append_row
-from experiments.common.shapes import find_shape, first_layers
+from experiments.common.shapes import find_shape, first_layers, random_model
 from experiments.compile import place, single_device
 from kvjax_models import LanguageModel
-from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.generation.prefill import prefill_layer
 from kvjax_models.generation.repetition import make_repetitions, repeat_layer
-from kvjax_models.model.llama import Llama
 from pallas_kernels.benchmarking import array_bytes, describe
 
 Lower = Callable[[], jax.stages.Lowered]
@@ -54,9 +50,7 @@ class Options(Flags):
 
 def abstract_llm(name: str, layers: int | None = None) -> LanguageModel:
     """Returns a bfloat16 model without values."""
-    config = first_layers(find_shape(name), layers)
-    model = nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
-    return LanguageModel(model, Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), (), (), {}))
+    return random_model(first_layers(find_shape(name), layers), jnp.bfloat16, is_abstract=True)
 
 
 def speed_programs(options: speed.Options, layers: int, sharding: jax.sharding.Sharding) -> Iterator[tuple[str, Lower]]:

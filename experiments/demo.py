@@ -3,10 +3,12 @@
     make demo          # or: kvjax download smollm2-135m; python -m experiments.demo
 
 The text is documentation of Python's standard library with twelve inserted facts. Every method reads and compresses it
-once, before any question is known. The cache is then forked: each question is a row of one batch.
+once, before any question is known. The cache is then forked: each question is a row of one batch. All output fits
+80 columns. In a terminal of this width the table of answers fills as the model writes.
 """
 
 import cmd
+import contextlib
 import copy
 import dataclasses
 import heapq
@@ -21,9 +23,11 @@ from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
+import rich.box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 import kvjax
 from experiments.common import caches, plots
@@ -33,6 +37,9 @@ from experiments.tasks.facts import ANSWER_TOKENS, FACTS, make_answers
 from kvjax.budget import format_bytes
 from kvjax_models import LanguageModel, load
 
+WIDTH = 80  # columns of the output
+WRONG = "x "  # before a wrong answer
+
 
 class DemoMethod(NamedTuple):
     """A row of the demo's table.
@@ -40,7 +47,7 @@ class DemoMethod(NamedTuple):
     Attributes:
         name: name in tables, the paper's if there is one.
         policy: its policy.
-        budget: share of a full bfloat16 cache.
+        budget: share of a full bfloat16 cache, or the tokens that a query head reads.
         kv_dtype: quantization of keys and values.
         note: description, and differences from the paper.
     """
@@ -54,11 +61,9 @@ class DemoMethod(NamedTuple):
 
 DEMO = (
     DemoMethod("full cache", "exact", None, "bfloat16", "all keys and values in bfloat16"),
-    DemoMethod("auto, 25%", "auto", note="kvjax's default: KVzip's scores, one budget for all layers, 8 bits"),
+    DemoMethod("auto, 25%", "auto", note="KVzip's scores, one budget for all layers, 8 bits"),
     DemoMethod("auto, 12.5%", "auto", "12.5%", note="the same in 4 bits and an eighth of the bytes"),
-    DemoMethod(
-        "ClusterKV", "clusterkv", kv_dtype="bfloat16", note="keeps everything, reads the clusters of a question"
-    ),
+    DemoMethod("ClusterKV", "clusterkv", "256", "bfloat16", "keeps everything, a query head reads 256 tokens"),
 )
 
 
@@ -99,16 +104,25 @@ def main(options: Demo) -> None:
     context, questions = encode(llm, make_text(expected))
     print(f"{options.model} reads {len(context):,} tokens and answers {len(questions)} questions with every method.")
     outcomes: list[Outcome] = []
-    with Live(answer_table(outcomes, expected), console=Console(width=125), refresh_per_second=8) as live:
+    console = Console()
+    is_live = console.is_terminal and console.width >= WIDTH
+    live = Live(console=Console(width=WIDTH), refresh_per_second=8) if is_live else None
+    with live or contextlib.nullcontext():
         for method in DEMO:
             outcomes.append(Outcome(method, [""] * len(questions)))
             for _ in answer(llm, outcomes[-1], context, questions):
-                live.update(answer_table(outcomes, expected))
+                if live is not None:
+                    live.update(answer_table(outcomes, expected))
+            if live is None:
+                print(f"{method.name}: {sum(outcomes[-1].right(expected))} of {len(expected)} answers are right")
+    if live is None:
+        Console(width=WIDTH).print(answer_table(outcomes, expected))
     show(outcomes, expected)
     path = pathlib.Path(options.output_dir) / "demo.png"
     draw(path, outcomes, expected)
-    print(f"\nPicture: {path}. Total time: {time.perf_counter() - begin:.0f} s; later runs reuse compiled programs.")
-    print(f"Next: kvjax generate --model {options.model} --chat true --prompt_file FILE --policy auto --budget 25%")
+    print(f"\nPicture: {path}")
+    print(f"Total time: {time.perf_counter() - begin:.0f} s. Later runs reuse compiled programs.")
+    print(f"Next: kvjax chat --model {options.model} --policy auto --budget 25%")
 
 
 def make_text(answers: list[str]) -> str:
@@ -167,17 +181,23 @@ def answer(llm: LanguageModel, outcome: Outcome, context: list[int], questions: 
 
 
 def answer_table(outcomes: list[Outcome], expected: list[str]) -> Table:
-    """Returns the table of answers, with correct ones in green."""
-    table = Table(title="Answers", title_justify="left")
-    table.add_column("question", no_wrap=True)
-    table.add_column("fact", no_wrap=True)
+    """Returns the table of answers, with correct ones in green, and wrong ones in red after an x."""
+    title = f'Answers; "{WRONG.strip()}" marks a wrong one'
+    table = Table(title=title, title_justify="left", box=rich.box.SIMPLE, show_edge=False, pad_edge=False)
+    table.add_column("question and fact", width=28)
     for outcome in outcomes:
-        table.add_column(outcome.method.name, no_wrap=True, min_width=14, max_width=14)
+        table.add_column(outcome.method.name, width=11, overflow="fold")
     columns = [zip(outcome.answers, outcome.right(expected), strict=True) for outcome in outcomes]
-    cells = [[f"[green]{text}[/]" if right else f"[red]{text}[/]" for text, right in column] for column in columns]
+    cells = [[_cell(answer, right) for answer, right in column] for column in columns]
     for number, ((question, _, _), value) in enumerate(zip(FACTS, expected, strict=True)):
-        table.add_row(question, value, *(column[number] for column in cells))
+        table.add_row(f"{question} {value}", *(column[number] for column in cells))
     return table
+
+
+def _cell(answer: str, right: bool) -> Text:
+    """Returns an answer, marked if it is wrong; nothing before its first token."""
+    shown = answer if len(answer) <= 20 else f"{answer[:19]}…"
+    return Text(shown, "green") if right else Text(f"{WRONG}{shown}" if answer else "", "red")
 
 
 def show(outcomes: list[Outcome], expected: list[str]) -> None:
@@ -185,27 +205,28 @@ def show(outcomes: list[Outcome], expected: list[str]) -> None:
     lines = [
         (
             outcome.method.name,
-            f"{sum(outcome.right(expected))} of {len(expected)}",
+            f"{sum(outcome.right(expected))}/{len(expected)}",
             f"{format_bytes(outcome.cache_bytes)} ({outcome.cache_bytes / outcome.full_bytes:.0%})",
             f"{outcome.read_bytes / outcome.full_bytes:.0%}",
             f"{outcome.prefill_seconds:.1f}",
             f"{1000 * statistics.median(outcome.step_seconds[1:]):.0f}",
-            outcome.method.note,
         )
         for outcome in outcomes
     ]
     columns = (
         "method",
-        "answers right",
+        "right",
         "cache",
-        "read per token",
-        "seconds to compress",
-        f"ms per {len(expected)} tokens",
-        "what it is",
+        "read",
+        "compress, s",
+        f"ms per {len(expected)}",
     )
     print_table("Results", columns, lines)
-    print("Percentages are of a full bfloat16 cache. Seconds include compilation.")
-    print("One text, twelve questions: differences of two or three answers may be chance.")
+    for outcome in outcomes:
+        print(f"{outcome.method.name}: {outcome.method.note}")
+    print(f'"read" is per token, "ms" per step of {len(expected)} rows. Seconds include compilation.')
+    print("Percentages are of a full bfloat16 cache with one question and answer.")
+    print("One text, twelve questions: two or three answers more may be chance.")
 
 
 def draw(path: pathlib.Path, outcomes: list[Outcome], expected: list[str]) -> None:

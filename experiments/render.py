@@ -4,25 +4,29 @@
 
 `papers/*.toml` lists every table and figure of a paper. A verdict compares measured rows: a claim holds if all paired
 differences are significantly positive; it does not hold if one is significantly negative; otherwise the difference is
-not significant. A result without rows is "not run".
+not significant. Tasks at the floor, in which all compressed caches have scores near 0, have no verdict. A result
+without rows is "not run".
 """
 
 import dataclasses
 import json
 import pathlib
 import re
+import textwrap
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from experiments import summarize
 from experiments.common import ROOT, caches, plots
 from experiments.common.console import markdown_table
 from experiments.common.flags import Flags, repeatable, run_command
-from experiments.common.output import as_text, figure_table
+from experiments.common.output import as_text, figure, figure_table
 from experiments.common.rows import Row, read_rows
-from experiments.common.statistics import Estimate
+from experiments.common.statistics import Estimate, mean_interval
 from experiments.tasks import RULER
 
 PAPERS = ROOT / "experiments" / "papers"
@@ -32,20 +36,35 @@ DIRECTORY = ROOT / "docs" / "papers"
 class Shown(NamedTuple):
     """The rows that a page shows: patterns of their columns."""
 
-    policies: tuple[str, ...] = ("*",)
+    settings: tuple[str, ...] = ("*",)
+    tasks: str = "*"
     question: str = "*"
     tokens: str = "*"
 
     def matches(self, row: Row) -> bool:
         """Returns whether the page shows a `row`."""
-        policy = any(fnmatch(row.policy, pattern) for pattern in self.policies)
-        return policy and fnmatch(row.question, self.question) and fnmatch(str(row.tokens), self.tokens)
+        setting = any(fnmatch(row.setting, pattern) for pattern in self.settings)
+        return setting and all(
+            fnmatch(str(value), pattern)
+            for value, pattern in ((row.task, self.tasks), (row.question, self.question), (row.tokens, self.tokens))
+        )
 
 
 # Pages with tables between markers.
 PAGES = {
     ROOT / "README.md": Shown(
-        ("exact", "auto", "clusterkv", "snapkv", "kvpress KVzip", "kvpress KVgrad"), "unseen", "1024"
+        (
+            "exact",
+            "auto @ 25%",
+            "auto @ 12.5%",
+            "clusterkv @ 2*",
+            "snapkv @ 25%",
+            "kvpress KVzip @ 25%",
+            "kvpress KVgrad @ 25%",
+        ),
+        "facts",
+        "unseen",
+        "1024",
     ),
     ROOT / "docs" / "results.md": Shown(),
 }
@@ -53,6 +72,11 @@ PICTURE = ROOT / "docs" / "images" / "score_by_bytes.png"  # of the table with m
 _MARKED = re.compile(r"(<!-- Written by experiments.render: -->\n).*?(<!-- End of the results. -->)", re.DOTALL)
 _FIGURES = re.compile(r"(<!-- (\S+) of (\S+): -->\n).*?(<!-- End of the figures. -->)", re.DOTALL)
 HOLDS, FAILS, UNCLEAR, NOT_RUN = "holds", "does not hold", "not significant", "not run"
+FLOOR = 0.2  # largest mean score at the floor of a task
+AT_FLOOR = (
+    f"Every compressed cache scores at most {FLOOR}, the floor of this task. The order of such scores says little, and "
+    "the\nverdict does not use it."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,14 +212,17 @@ def render(paper: Mapping[str, Any], rows: Sequence[Row], figures_dir: pathlib.P
 def _section(result: Mapping[str, Any], verdict: str, measured: str) -> str:
     """Returns the section of a table or figure."""
     text = f"\n## {result['name']}\n\n{result['title']}.\n\n**Claim.** {result['claim']} **Verdict:** {verdict}.\n"
+    if "note" in result:
+        text += "\n" + textwrap.fill(result["note"], 120, break_long_words=False, break_on_hyphens=False) + "\n"
     if "rows" in result:
         text += f"\nThe paper's numbers:\n\n{markdown_table(result['columns'], result['rows'])}"
     if measured:
         text += f"\nMeasured:\n\n{measured}"
     if "command" in result:
-        text += f"\nCommand:\n\n    {result['command']}\n"
+        command = result["command"].replace("; ", "\n    ")
+        text += f"\nCommand:\n\n    {command}\n"
     if "needs" in result:
-        text += f"\nThe paper's own setting was not run; it needs {result['needs']}.\n"
+        text += f"\nThe paper's setting was not run. It needs {result['needs']}.\n"
     return text
 
 
@@ -203,96 +230,169 @@ def evaluate_claim(result: Mapping[str, Any], rows: Sequence[Row], figures_dir: 
     """Returns the verdict of a claim and the tables of its measurements.
 
     Args:
-        result: the table or figure.
+        result: the table or figure, with checks by kind (`CHECKS`): one or a list.
         rows: measured rows.
         figures_dir: directory of other experiments' figures.
 
     Returns:
-        The verdict, and Markdown.
+        The verdict of all checks, and Markdown.
     """
-    if "compare" in result:
-        return _compare_rows(result["compare"], rows)
-    for kind, evaluate in (("figures", _compare_figures), ("range", _check_range), ("ratio", _check_ratio)):
-        if kind in result:
-            path = figures_dir / result[kind]["file"]
-            return evaluate(result[kind], json.loads(path.read_text())) if path.exists() else (NOT_RUN, "")
-    return NOT_RUN, ""
+    differences, text = list[Estimate](), ""
+    for kind, evaluate in CHECKS.items():
+        checks = result.get(kind, [])
+        for check in checks if isinstance(checks, list) else [checks]:
+            found, table = evaluate(check, rows if kind == "compare" else _read_figures(figures_dir / check["file"]))
+            differences += found
+            text += f"\n{table}" if text and table else table
+    return (UNCLEAR if not differences and AT_FLOOR in text else _verdict(differences)), text
 
 
-def _compare_rows(compare: Mapping[str, Any], rows: Sequence[Row]) -> tuple[str, str]:
+def _read_figures(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the figures of a file; none if it does not exist."""
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def _verdict(differences: Sequence[Estimate]) -> str:
+    """Returns the verdict of differences that a claim expects to be positive."""
+    if not differences:
+        return NOT_RUN
+    if any(one.high < 0 for one in differences):
+        return FAILS
+    return HOLDS if all(one.low > 0 for one in differences) else UNCLEAR
+
+
+def _compare_rows(compare: Mapping[str, Any], rows: Sequence[Row]) -> tuple[list[Estimate], str]:
     """Compares settings by rows of `experiments.evaluate`, for each model and length."""
-    settings = [compare["better"], *compare["than"]]
+    name, others = compare["better"], compare["than"]
     selected = [
         row
         for row in rows
         if row.question == compare["question"]
-        and row.setting in (caches.FULL, *settings)
+        and row.setting in (caches.FULL, name, *others)
         and any(fnmatch(row.task, pattern) for pattern in compare["tasks"])
     ]
-    differences, text = [], ""
+    differences, texts = list[Estimate](), []
     for table in summarize.summarize(selected):
-        # A small negative log-likelihood is better.
-        sign = -1.0 if table.metric == "nll" else 1.0
-        for other in compare["than"]:
-            reference = [row for row in selected if row.setting == other and summarize.title_of(row) == table.title]
-            better = [row for row in selected if row.setting == settings[0] and summarize.title_of(row) == table.title]
-            tasks = [task for task in table.tasks if task not in table.left_out]
-            if (found := summarize.paired_differences(better, reference, tasks)) is not None:
-                differences.append(Estimate(*sorted(sign * x for x in found)) if sign < 0 else found)
+        if all(line.setting == caches.FULL for line in table.lines):
+            continue
+        is_loss = table.metric == "nll"
         columns, lines = summarize.cells(table, caches.FULL)
-        text += f"{table.title}\n\n{markdown_table(columns, lines)}\n"
-    return _verdict(differences), text
+        unit = ": nats per token, smaller is better" if is_loss else ""
+        texts.append(f"{table.title}{unit}\n\n{markdown_table(columns, lines)}")
+        found = _paired_differences(table, selected, name, others)
+        if found and not is_loss and _is_at_floor(table):
+            texts.append(f"{AT_FLOOR}\n")
+            continue
+        if found:
+            lines = [[f"{name} minus {other}", pair.fixed("+", digits=3)] for other, pair in found.items()]
+            texts.append(markdown_table(("", "paired difference"), lines))
+        within = compare.get("within")  # with it, the claim is that the settings differ by less
+        differences += [
+            (-pair if is_loss else pair) if within is None else _margin(pair, within) for pair in found.values()
+        ]
+    return differences, "\n".join(texts)
 
 
-def _verdict(differences: Iterable[Estimate]) -> str:
-    """Returns the verdict of differences that a claim expects to be positive."""
-    found = list(differences)
-    if not found:
-        return NOT_RUN
-    if any(one.high < 0 for one in found):
-        return FAILS
-    return HOLDS if all(one.low > 0 for one in found) else UNCLEAR
+def _paired_differences(
+    table: summarize.Table, rows: Sequence[Row], name: str, others: Sequence[str]
+) -> dict[str, Estimate]:
+    """Returns the differences of a setting to each of the `others` that a table has."""
+    rows = [row for row in rows if (summarize.title_of(row), row.metric) == (table.title, table.metric)]
+    by_setting = {setting: [row for row in rows if row.setting == setting] for setting in (name, *others)}
+    tasks = [task for task in table.tasks if task not in table.left_out]
+    pairs = {other: summarize.paired_differences(by_setting[name], by_setting[other], tasks) for other in others}
+    return {other: pair for other, pair in pairs.items() if pair is not None}
 
 
-def _compare_figures(compare: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Compares the intervals of two settings in every case that both have."""
+def _is_at_floor(table: summarize.Table) -> bool:
+    """Returns whether the mean scores of all compressed caches are at most `FLOOR`."""
+    return all(line.setting == caches.FULL or (line.mean and line.mean.value <= FLOOR) for line in table.lines)
+
+
+def _margin(difference: Estimate, within: float) -> Estimate:
+    """Returns by how much the size of a difference is below `within`."""
+    bounds = sorted((abs(difference.low), abs(difference.high)))
+    smallest = 0.0 if difference.low < 0 < difference.high else bounds[0]
+    return Estimate(within - abs(difference.value), within - bounds[1], within - smallest)
+
+
+def _compare_figures(compare: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> tuple[list[Estimate], str]:
+    """Compares two settings in every case that both have: seed by seed if the figures have samples."""
     cases: dict[str, dict[str, Mapping[str, Any]]] = {}
     for one in figures:
         if one["metric"] == compare["metric"] and one["setting"] in (compare["better"], compare["than"]):
             case = str(one.get("case", f"{one.get('model')}, {one.get('context_tokens')} tokens"))
-            cases.setdefault(case, {})[one["setting"]] = one
-    pairs = [
-        (case, found[compare["better"]], found[compare["than"]]) for case, found in cases.items() if len(found) == 2
-    ]
-    lines = [(case, as_text(better), as_text(other)) for case, better, other in pairs]
-    sign = 1 if compare.get("larger") else -1
-    differences = [
-        # Disjoint intervals are a significant difference.
-        Estimate(0.0, *sorted((sign * (b["low"] - o["high"]), sign * (b["high"] - o["low"]))))
-        for _, b, o in pairs
-    ]
-    header = (compare["metric"], compare["better"], compare["than"])
-    return _verdict(differences), markdown_table(header, lines) if lines else ""
+            if case in compare.get("cases", [case]):
+                cases.setdefault(case, {})[one["setting"]] = one
+    # With a factor, the claim is about this multiple of the other setting's value.
+    sign, factor = 1 if compare.get("larger") else -1, compare.get("factor", 1.0)
+    cases = {case: found for case, found in cases.items() if len(found) == 2}
+    if compare.get("mean") and cases:  # The verdict is of the mean over the cases; the table has all of them.
+        cases["mean"] = {setting: _mean_of_cases(cases, setting) for setting in (compare["better"], compare["than"])}
+    differences, lines = list[Estimate](), list[list[str]]()
+    columns: tuple[str, ...] = (compare["metric"], compare["better"], compare["than"])
+    for case, found in cases.items():
+        better, other = found[compare["better"]], found[compare["than"]]
+        line = [case, as_text(better), as_text(other)]
+        if "samples" in better and "samples" in other:
+            pair = mean_interval(np.asarray(better["samples"]) - factor * np.asarray(other["samples"]))
+            line.append(str(pair))
+            columns = (*columns[:3], "paired difference")
+        else:  # Disjoint intervals are a significant difference.
+            bounds = better["low"] - factor * other["high"], better["high"] - factor * other["low"]
+            pair = Estimate(better["value"] - factor * other["value"], *bounds)
+        differences.append(pair if sign > 0 else -pair)
+        lines.append(line)
+    if compare.get("mean"):
+        differences = differences[-1:]
+    return differences, markdown_table(columns, lines) if lines else ""
 
 
-def _check_range(check: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Checks that the intervals of figures overlap a range."""
-    metric, setting = check["metric"], check.get("setting")
-    found = [one for one in figures if one["metric"] == metric and one.get("setting") == setting]
-    lines = [(one.get("line", one.get("case", "")), as_text(one)) for one in found]
+def _mean_of_cases(cases: Mapping[str, Mapping[str, Mapping[str, Any]]], setting: str) -> dict[str, Any]:
+    """Returns the figure of a setting's mean over cases, seed by seed."""
+    samples = np.mean([found[setting]["samples"] for found in cases.values()], axis=0)
+    return figure("mean", mean_interval(samples), samples=samples)
+
+
+def _check_range(check: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> tuple[list[Estimate], str]:
+    """Checks that the intervals of a metric overlap a range; `show` lists metrics that the table has, too."""
+    metrics = [check["metric"], *check.get("show", [])]
+    found = [one for one in figures if one["metric"] in metrics and one.get("setting") == check.get("setting")]
     if not found:
-        return NOT_RUN, ""
-    bounds = [(one.get("low", one["value"]), one.get("high", one["value"])) for one in found]
-    holds = all(low <= check["high"] and high >= check["low"] for low, high in bounds)
-    return HOLDS if holds else FAILS, markdown_table(("", metric), lines)
+        return [], ""
+    table = figure_table([{"line": one.get("case", ""), **one} for one in found], "line")
+    bounds = [
+        (one.get("low", one["value"]), one.get("high", one["value"])) for one in found if one["metric"] == metrics[0]
+    ]
+    inside = [low <= check["high"] and high >= check["low"] for low, high in bounds]
+    return [Estimate(0.0, 1.0, 1.0) if one else Estimate(0.0, -1.0, -1.0) for one in inside], markdown_table(*table)
 
 
-def _check_ratio(check: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Checks that a measured ratio is below 1."""
-    found = [one for one in figures if one["metric"] == "ratio" and one["walk"] == check["walk"]]
+def _check_ratio(check: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> tuple[list[Estimate], str]:
+    """Checks that the measured ratios of the `walks` are below 1; the table has all walks."""
+    found = [one for one in figures if one["metric"] == "ratio"]
     lines = [(one["line"], as_text(one)) for one in found]
-    verdict = _verdict(Estimate(1 - one["value"], 1 - one["high"], 1 - one["low"]) for one in found)
-    return verdict, markdown_table(("", "ratio"), lines) if lines else ""
+    differences = [
+        Estimate(1 - one["value"], 1 - one["high"], 1 - one["low"]) for one in found if one["walk"] in check["walks"]
+    ]
+    return differences, markdown_table(("", "ratio"), lines) if lines else ""
+
+
+def _show_figures(shown: Mapping[str, Any], figures: Sequence[dict[str, Any]]) -> tuple[list[Estimate], str]:
+    """Returns a table of figures that no verdict uses."""
+    found = [one for one in figures if one["metric"] in shown["metrics"] and one.get("setting") in shown["settings"]]
+    found.sort(key=lambda one: (shown["settings"].index(one["setting"]), shown["metrics"].index(one["metric"])))
+    return [], markdown_table(*figure_table(found, "setting")) if found else ""
+
+
+# Each returns the differences that a claim expects to be positive, and a table.
+CHECKS: dict[str, Callable[[Any, Any], tuple[list[Estimate], str]]] = {
+    "compare": _compare_rows,
+    "figures": _compare_figures,
+    "range": _check_range,
+    "ratio": _check_ratio,
+    "show": _show_figures,
+}
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@
 
 `latency` decodes one sequence: time to first token, time per token, time of prefill and 1,000 tokens, selection of
 blocks, resident and read bytes; with `--transformers` also the time per token of transformers' DynamicCache. `prefill`
-times entire prefills, with all passes that a policy needs.
-`throughput` serves requests by continuous batching with as many rows as fit in the memory of `--full_rows` rows of the
-full cache. Weights and prompts are random unless `--model` names a model. Policies alternate, so ratios compare
-neighbors.
+times entire prefills, with all passes that a policy needs. `throughput` serves requests by continuous batching with as
+many rows as fit in the memory of `--full_rows` rows of the full cache. `bytes` computes the bytes that a cache holds
+and that a step reads, without weights. Weights and prompts are random unless `--model` names a model. Policies
+alternate, so ratios compare neighbors.
 """
 
 import dataclasses
@@ -47,7 +47,9 @@ ANSWER_TOKENS = 1_000  # of end-to-end times, which add prefill and decode steps
 class Options(Flags):
     """Options of a measurement."""
 
-    measure: tuple[str, ...] = repeatable("latency", choices=("latency", "prefill", "throughput"))  # Repeatable.
+    measure: tuple[str, ...] = repeatable(
+        "latency", choices=("latency", "prefill", "throughput", "bytes")
+    )  # Repeatable.
     shape: str = "small"  # Sizes of a random model: a name of `common.shapes`, or a directory with a config.json.
     model: str | None = None  # A model to load in place of a random one.
     layers: int | None = None  # Layers of the random model; by default all.
@@ -86,7 +88,8 @@ def make_model(options: Options) -> LanguageModel:
     if options.model is not None:
         llm = load(options.model, dtype)
         return dataclasses.replace(llm, tokenizer=dataclasses.replace(llm.tokenizer, eos_ids=()))
-    return random_model(first_layers(find_shape(options.shape), options.layers), dtype, options.seed)
+    config = first_layers(find_shape(options.shape), options.layers)
+    return random_model(config, dtype, options.seed, is_abstract=options.measure == ("bytes",))
 
 
 def make_generators(llm: LanguageModel, settings: Sequence[Setting], **sizes: Any) -> dict[Setting, Generator]:
@@ -250,6 +253,16 @@ def measure_prefill(options: Options, llm: LanguageModel, context: int) -> Itera
         yield {"setting": str(setting), **common}, {name: median_interval(x) for name, x in values.items()}
 
 
+def measure_bytes(options: Options, llm: LanguageModel, context: int) -> Iterator[Measured]:
+    """Yields the bytes that every setting's cache holds and that a step reads, relative to a full bfloat16 cache."""
+    total = context + options.tokens
+    sizes = {"batch": 1, "max_prompt_tokens": context, "max_new_tokens": options.tokens, "budget_tokens": total}
+    common = {"context_tokens": context, "model": options.model or options.shape}
+    for setting, generator in make_generators(llm, options.settings, **sizes).items():
+        held, read = caches.fractions(generator, total)
+        yield {"setting": str(setting), **common}, {"held_fraction": held, "read_fraction": read}
+
+
 def measure_limits(options: Options, llm: LanguageModel) -> Iterator[Measured]:
     """Yields memory bandwidth, rate of matrix products, and the time that reading the weights takes."""
     dtype = llm.model.embedding.param_dtype
@@ -272,7 +285,12 @@ def measure_throughput(options: Options, llm: LanguageModel, context: int) -> It
         yield from throughput.measure(llm, options.settings, sizes)
 
 
-MEASURES = {"latency": measure_latency, "prefill": measure_prefill, "throughput": measure_throughput}
+MEASURES = {
+    "latency": measure_latency,
+    "prefill": measure_prefill,
+    "throughput": measure_throughput,
+    "bytes": measure_bytes,
+}
 
 
 def main(options: Options) -> None:

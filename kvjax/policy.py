@@ -280,19 +280,6 @@ class Policy(abc.ABC, Generic[S]):
             The new state.
         """
 
-    def budget_of_share(self, share: float, tokens: int) -> int | float | None:
-        """Returns the budget for a share of the tokens, if the policy's paper counts tokens instead of bytes.
-
-        Args:
-            share: the share of a budget in percent.
-            tokens: tokens of the full cache.
-
-        Returns:
-            The value of the setting `budget`; by default None, for which the budget is the largest one that fits the
-            share of the full cache's bytes.
-        """
-        return None
-
     def layer_carry(self, state: S, prompt: Prompt) -> Shaped[Array, "B H_kv *N"] | None:
         """Returns an array that the prefill of the next layer receives as `prompt.layer_carry`.
 

@@ -200,11 +200,11 @@ class PolicyChoice:
         text = f"{self.name}:{self.variant}" if self.settings else self.name
         return ("auto" if text == _AUTO else text) + (f"@{self.budget}" if self.budget else "")
 
-    def make(self, budget: int | float | None = None) -> Policy:
+    def make(self, budget: int | None = None) -> Policy:
         """Returns the policy.
 
         Args:
-            budget: slots, or a rate (`Policy.budget_of_share`); None for the choice's own budget in slots.
+            budget: slots; None for the choice's own budget in slots.
 
         Returns:
             The policy.
@@ -258,8 +258,8 @@ def resolve_policy(policy: AnyPolicy, budget: int | str | Budget | None, spec: C
     Args:
         policy: text (`PolicyChoice.parse`), a class such as `kvjax.SubGen`, a function that makes a policy from a
             number of slots, or a policy.
-        budget: slots per KV head (1024), a fraction of the bytes of a full cache ("25%"; see
-            `Policy.budget_of_share`) or bytes of a sequence over all layers ("64MiB"); None if the policy has one.
+        budget: slots per KV head (1024), a fraction of the bytes of a full cache ("25%"; a retrieval policy's step
+            reads at most as many) or bytes of a sequence over all layers ("64MiB"); None if the policy has one.
         spec: spec of the caches.
         tokens: tokens of the full cache that a fraction refers to.
 
@@ -301,10 +301,6 @@ def _fit(make: Callable[..., Policy], budget: Budget, spec: CacheSpec, tokens: i
     """Returns the policy of a budget in slots, a fraction or bytes."""
     if budget.slots is not None:
         return make(budget.slots)
-    if budget.fraction is not None:
-        share = make(_LARGE_BUDGET).budget_of_share(budget.fraction, tokens)
-        if share is not None:
-            return make(share)
     try:
         return fit_bytes(make, spec, budget.limit(spec, tokens))
     except ValueError as error:

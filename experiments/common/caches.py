@@ -145,17 +145,16 @@ def measure_size(generator: Generator, state: GenerationState, tokens: int) -> C
         The sizes.
     """
     held = kvjax.cache_bytes(state.layers)
-    reference_specs = tuple(dataclasses.replace(spec, dtype=REFERENCE_DTYPE) for spec in generator.specs)
-    held_reference, read_reference = _row_bytes(generator.policies, reference_specs)
     _, read = _row_bytes(generator.policies, generator.specs)
+    return CacheSize(held.device // generator.batch, held.host // generator.batch, read, *fractions(generator, tokens))
+
+
+def fractions(generator: Generator, tokens: int) -> tuple[float, float]:
+    """Returns the bytes that a cache holds and that a step reads, relative to a full bfloat16 cache of `tokens`."""
+    reference_specs = tuple(dataclasses.replace(spec, dtype=REFERENCE_DTYPE) for spec in generator.specs)
+    held, read = _row_bytes(generator.policies, reference_specs)
     full = full_bytes(generator, tokens)
-    return CacheSize(
-        held.device // generator.batch,
-        held.host // generator.batch,
-        read,
-        held_reference / full,
-        read_reference / full,
-    )
+    return held / full, read / full
 
 
 @functools.lru_cache(maxsize=256)

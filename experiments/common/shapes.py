@@ -81,7 +81,13 @@ def first_layers(config: LlamaConfig, layers: int | None) -> LlamaConfig:
     return dataclasses.replace(config, layers=layers, windows=config.windows[:layers])
 
 
-def random_model(config: LlamaConfig, dtype: jax.typing.DTypeLike, seed: int = 0) -> LanguageModel:
-    """Returns a model with random weights and a tokenizer without vocabulary."""
+def random_model(
+    config: LlamaConfig, dtype: jax.typing.DTypeLike, seed: int = 0, *, is_abstract: bool = False
+) -> LanguageModel:
+    """Returns a model with random weights, or with shapes only, and a tokenizer without vocabulary."""
     tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), (), (), {})
-    return LanguageModel(Llama(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed)), tokenizer)
+
+    def make() -> Llama:
+        return Llama(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed))
+
+    return LanguageModel(nnx.eval_shape(make) if is_abstract else make(), tokenizer)

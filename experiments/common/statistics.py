@@ -22,9 +22,12 @@ class Estimate(NamedTuple):
         value, low, high = (f"{x:.0f}" if abs(x) >= 1000 else f"{x:.3g}" for x in self)
         return value if math.isnan(self.low) else f"{value} [{low}, {high}]"
 
-    def fixed(self, sign: str = "") -> str:
-        """Returns the estimate with two decimals; `sign` "+" for a difference."""
-        value, low, high = (f"{x:{sign}.2f}" for x in self)
+    def __neg__(self) -> "Estimate":
+        return Estimate(-self.value, -self.high, -self.low)
+
+    def fixed(self, sign: str = "", digits: int = 2) -> str:
+        """Returns the estimate with `digits` decimals; `sign` "+" for a difference."""
+        value, low, high = (f"{x:{sign}.{digits}f}" for x in self)
         return value if math.isnan(self.low) else f"{value} [{low}, {high}]"
 
 

@@ -1,7 +1,8 @@
 """L-Eval: long documents with several questions each (https://github.com/OpenLMLab/LEval).
 
 Multiple choice is scored by likelihood: each option is a continuation of the question, and the option with the largest
-mean log-probability per token counts as the answer. Short answers are scored by F1, summaries by ROUGE-L.
+mean log-probability per token counts as the answer; the published code reads a generated letter. Short answers are
+scored by F1, summaries by ROUGE-L, as published.
 """
 
 import re
@@ -14,7 +15,7 @@ CHOICES = ("quality", "tpo", "coursera")
 ANSWERS = {
     "scientific_qa": ("scientific_qa", metrics.qa_f1, 64),
     "multidoc_qa": ("multidoc_qa", metrics.qa_f1, 64),
-    "gov_report": ("gov_report_summ", metrics.rouge_l, 512),
+    "gov_report": ("gov_report_summ", metrics.rouge_l_letters, 512),
 }
 TASKS = (*CHOICES, *ANSWERS)
 _OPTION = re.compile(r"(?:^|\n)\s*\(?([A-F])[.)]\s*", re.MULTILINE)

@@ -33,10 +33,10 @@ def _words(category: str) -> tuple[str, ...]:
     return tuple(sorted(set(wonderwords.filter_profanity(words))))
 
 
-def first_number(answer: str, question: Question) -> float:
-    """Returns 1 if the first number of an answer is the correct one, as LongEval scores."""
-    digits = re.findall(r"\d+", answer)
-    return float(bool(digits) and int(digits[0]) == int(question.answers[0]))
+def last_number(answer: str, question: Question) -> float:
+    """Returns 1 if the last number of an answer is the correct one, as LongEval scores."""
+    numbers = re.findall(r"\d+", answer)
+    return float(bool(numbers) and int(numbers[-1]) == int(question.answers[0]))
 
 
 def lines(argument: str, request: Request) -> Task:
@@ -44,7 +44,7 @@ def lines(argument: str, request: Request) -> Task:
     questions = int(argument or 1)
     documents = request.generate(lambda rng, _: generate_lines(rng, questions, request))
     name = f"lines:{argument}" if argument else "lines"
-    return Task(name, documents, score=first_number, answer_tokens=ANSWER_TOKENS)
+    return Task(name, documents, score=last_number, answer_tokens=ANSWER_TOKENS)
 
 
 def generate_lines(rng: np.random.Generator, questions: int, request: Request) -> Document:
@@ -87,11 +87,14 @@ def published_lines(argument: str, request: Request) -> Task:
             Document(before, (Question(mark + after.rstrip(), (str(entry["expected_number"]),)),), str(number))
         )
     name = f"longeval_lines:{argument or 200}"
-    return Task(name, tuple(request.select(documents)), score=first_number, answer_tokens=ANSWER_TOKENS)
+    return Task(name, tuple(request.select(documents)), score=last_number, answer_tokens=ANSWER_TOKENS)
 
 
 def published_topics(argument: str, request: Request) -> Task:
-    """Returns LongEval's published conversations about `argument` topics (5, 10 or 15)."""
+    """Returns LongEval's published conversations about `argument` topics (5, 10 or 15).
+
+    An answer is right if it contains the topic. LongEval asks another model whether it is right.
+    """
     entries = data_files.read_jsonl(request.data_dir, f"longeval/topics_{argument or 5}.jsonl")
     documents = []
     for entry in entries:

@@ -1,6 +1,7 @@
-"""Scores of LongBench: similarity of an answer to one correct answer, from 0 to 1.
+"""Similarity of an answer to one correct answer, from 0 to 1.
 
-They equal the published scorer (https://github.com/THUDM/LongBench, MIT), including its irregularities.
+Except for `rouge_l_letters`, which is L-Eval's, they equal LongBench's published scorer
+(https://github.com/THUDM/LongBench, MIT), including its irregularities.
 """
 
 import collections
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 
 import jieba
 import rapidfuzz
+import rapidfuzz.distance
 import rouge
 
 _PUNCTUATION = set(string.punctuation)
@@ -39,6 +41,13 @@ def rouge_l(prediction: str, answer: str) -> float:
 def rouge_l_zh(prediction: str, answer: str) -> float:
     """Returns `rouge_l` of Chinese text, segmented by `jieba`."""
     return rouge_l(*(" ".join(jieba.cut(text)) for text in (prediction, answer)))
+
+
+def rouge_l_letters(prediction: str, answer: str) -> float:
+    """Returns the F-measure of ROUGE-L of words of letters and digits without case, as the package `rouge_score`."""
+    predicted, right = (re.findall("[a-z0-9]+", text.lower()) for text in (prediction, answer))
+    common = rapidfuzz.distance.LCSseq.similarity(predicted, right)
+    return 2 * common / (len(predicted) + len(right)) if common else 0.0
 
 
 def classification(prediction: str, answer: str, classes: Sequence[str]) -> float:

@@ -1,6 +1,7 @@
 """GSM8K and HumanEval: short prompts and long answers.
 
-- `gsm8k`: worked examples that fill the tokens, then a question; scored by the last number of the answer.
+- `gsm8k`: worked examples that fill the tokens, then a question; scored by the number after "####", as published
+  (https://github.com/openai/grade-school-math).
 - `humaneval`: functions to complete; the score runs the answer's code in a process with limits.
 - `gsm8k_trace`, `humaneval_trace`: next-token distributions along the full cache's greedy answer, compared with the
   full cache: share of equal most likely tokens, and KL divergence. The argument is the number of tokens.
@@ -32,7 +33,7 @@ def gsm8k(argument: str, request: Request) -> Task:
         """Makes the document with the questions of an `index`."""
         order = rng.permutation(len(shown))
         questions = tuple(
-            Question(f"Question: {one['question']}\n", (_final_number(one["answer"]),), "Answer:")
+            Question(f"Question: {one['question']}\n", (_marked_number(one["answer"]),), "Answer:")
             for one in (asked[number % len(asked)] for number in range(index * count, (index + 1) * count))
         )
 
@@ -52,16 +53,15 @@ def _worked_example(entry: dict[str, str]) -> str:
     return f"Question: {entry['question']}\nAnswer: {answer}\n\n"
 
 
-def _final_number(text: str) -> str:
-    """Returns the last number of a text, without thousands separators; "" without one."""
-    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
-    return numbers[-1].replace(",", "") if numbers else ""
+def _marked_number(text: str) -> str:
+    """Returns the first number after "####", without thousands separators; "" without one."""
+    match = re.search(r"#### (-?[0-9.,]+)", text)
+    return match[1].replace(",", "") if match else ""
 
 
 def _score_number(answer: str, question: Question) -> float:
-    """Returns 1 if the last number of an answer is the correct one."""
-    number = _final_number(answer)
-    return float(bool(number) and float(number) == float(question.answers[0]))
+    """Returns 1 if the marked number of an answer has the digits of the correct one."""
+    return float(_marked_number(answer) == question.answers[0])
 
 
 def gsm8k_trace(argument: str, request: Request) -> Task:

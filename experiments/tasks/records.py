@@ -1,7 +1,9 @@
-"""Retrieval of facts: JSON key-value pairs, and bAbI's stories hidden in books."""
+"""Retrieval of facts: JSON key-value pairs, and bAbI's stories hidden in books (BABILong)."""
 
 import dataclasses
+import functools
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +25,9 @@ BABI_CONTEXT = (
 )
 BABI_QUESTION = "\n\nQuestion: {question} Answer with one word."
 BABI_ANSWER_TOKENS = 16
+_PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
+# Possible answers of bAbI's tasks.
+BABI_LABELS = dict.fromkeys("1234", _PLACES) | {"5": ("bill", "fred", "jeff", "mary", "apple", "football", "milk")}
 
 
 def key_values(argument: str, request: Request) -> Task:
@@ -87,6 +92,8 @@ def read_stories(text: str) -> list[Story]:
 def babi(argument: str, request: Request) -> Task:
     """Returns stories of bAbI's task `argument` (1 to 5) with their last question, hidden in books."""
     number = argument or "1"
+    if number not in BABI_LABELS:
+        raise ValueError(f"babi:{number} is not a task; pass babi:1 to babi:5")
     [path] = data_files.find(request.data_dir, "babi").glob(f"qa{number}_*_test.txt")
     stories = request.select(read_stories(path.read_text(encoding="utf-8")))
     books = [
@@ -98,7 +105,24 @@ def babi(argument: str, request: Request) -> Task:
         )
         for index, story in enumerate(stories)
     ]
-    return Task(f"babi:{number}", tuple(documents), score=contains, answer_tokens=BABI_ANSWER_TOKENS)
+    score = functools.partial(only_label, BABI_LABELS[number])
+    return Task(f"babi:{number}", tuple(documents), score=score, answer_tokens=BABI_ANSWER_TOKENS)
+
+
+def only_label(labels: Iterable[str], answer: str, question: Question) -> float:
+    """Scores an answer as BABILong does (https://github.com/booydar/babilong).
+
+    Args:
+        labels: possible answers of the task, in lower case.
+        answer: the generated answer, of which the first sentence counts.
+        question: the question; labels that it names do not count.
+
+    Returns:
+        1 if the correct label is the only one in the answer, otherwise 0.
+    """
+    sentence = re.split(r"\.|<context>|<example>", answer.lower())[0]
+    named = {label for label in labels if label in sentence and label not in question.text.lower()}
+    return float(named == {question.answers[0].lower()})
 
 
 def _hide_story(story: Story, books: list[list[str]], rng: np.random.Generator, request: Request) -> Document:

@@ -31,8 +31,3 @@ class CombinedPolicies(Policy[S]):
     def is_retrieval(self) -> bool:  # type: ignore[override]
         """Whether any of the policies retrieves blocks."""
         return any(policy.is_retrieval for policy in self.policies)
-
-    def budget_of_share(self, share: float, tokens: int) -> int | float | None:
-        """Returns the budget of the first policy that counts tokens; None if there is none."""
-        budgets = [policy.budget_of_share(share, tokens) for policy in self.policies]
-        return next((budget for budget in budgets if budget is not None), None)

@@ -43,11 +43,6 @@ class LayerBudgets(LayerPolicies):
         """Budget of the policy: slots per KV head and layer, on average."""
         return _budget(self.policy)
 
-    def budget_of_share(self, share: float, tokens: int) -> int | None:
-        """Returns the policy's budget for a share of the tokens, if that is a number of slots, which a scale needs."""
-        budget = self.policy.budget_of_share(share, tokens)
-        return budget if isinstance(budget, int) else None
-
     def for_layer(self, spec: CacheSpec) -> Policy:
         """Returns the policy with the budget of one layer.
 
@@ -75,8 +70,6 @@ def _budget(policy: Policy) -> int:
         if not hasattr(inner, "policy"):
             raise ValueError(f"policy={policy} has no budget to scale")
         inner = inner.policy
-    if not isinstance(inner.budget, int):
-        raise ValueError(f"policy={policy} has no budget in slots to scale")
     return inner.budget
 
 

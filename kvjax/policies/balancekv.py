@@ -1,4 +1,4 @@
-"""BalanceKV in practice (Han et al. 2025): the prompt is halved after prefill, and all later tokens are kept.
+"""BalanceKV in practice (Kochetkova et al. 2025): the prompt is halved after prefill, and all later tokens are kept.
 
 `BalanceKVTheory` is Algorithm 1 with its error bound.
 """
@@ -48,9 +48,9 @@ class BalanceKV(Policy[BalanceKVState]):
     of them with about twice the weight. Later tokens take slots in addition to the budget, as the paper counts.
 
     Attributes:
-        budget: rate of the prompt's tokens that are kept between sinks and recent ones, a power of two such as 0.25 for
-            two halvings (the paper's rate; "25%" in text). Or slots per KV head for the prompt, sinks and recent tokens
-            included, for as many halvings as fit a prompt of `spec.max_prompt_tokens` (kvjax's addition).
+        budget: slots per KV head for the prompt, sinks and recent tokens included. The prompt is halved as often as a
+            prompt of `spec.max_prompt_tokens` needs. The paper's rate of 1/4, two halvings, has slots for a quarter of
+            the tokens between sinks and recent ones.
         sinks: first tokens that are always kept (32 on LongBench in the released code, 256 in its single-layer study).
         recent: newest tokens of the prompt that are always kept (32 and 256 as well).
         block_size: tokens that are halved together (`block_size` of the released code; 256 in its single-layer study).
@@ -69,7 +69,7 @@ class BalanceKV(Policy[BalanceKVState]):
         BalanceKV, section 4, and the released code.
     """
 
-    budget: int | float
+    budget: int
     sinks: int = 32
     recent: int = 32
     block_size: int = 128
@@ -83,26 +83,13 @@ class BalanceKV(Policy[BalanceKVState]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fixed = self.sinks + self.recent
-        slots = fixed + 1 if isinstance(self.budget, float) else self.budget
-        check_budget(slots, self.sinks, self.recent, self.compact_every, remainder_for="halved tokens")
+        check_budget(self.budget, self.sinks, self.recent, self.compact_every, remainder_for="halved tokens")
         check_above(0, gamma=self.gamma, temperature=self.temperature)
         check_min(2, block_size=self.block_size)
         check_min(0, needles=self.needles)
-        if isinstance(self.budget, float) and (not 0 < self.budget < 1 or math.frexp(self.budget)[0] != 0.5):
-            raise ValueError(
-                f"budget={self.budget:g} is not a rate of halvings; pass 0.5, 0.25, 0.125, ... (50%, 25%, 12.5%) or a "
-                "number of slots"
-            )
-
-    def budget_of_share(self, share: float, tokens: int) -> float:
-        """Returns the share, which is the paper's rate."""
-        return share
 
     def halvings(self, candidates: int) -> int:
         """Returns how often `candidates` tokens between sinks and recent ones are halved."""
-        if isinstance(self.budget, float):
-            return 1 - math.frexp(self.budget)[1]
         slots = self.budget - self.sinks - self.recent
         return next(number for number in range(64) if candidates >> number <= slots)
 

@@ -1,4 +1,4 @@
-"""BalanceKV (Han et al. 2025), Algorithm 1, with its error bound. `BalanceKV` is the paper's practical system."""
+"""BalanceKV (Kochetkova et al. 2025), Algorithm 1, with its error bound. `BalanceKV` is the paper's practical system."""
 
 import dataclasses
 import functools

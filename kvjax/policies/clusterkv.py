@@ -29,8 +29,8 @@ class ClusterKV(ClusterPolicy):
 
     Attributes:
         budget: tokens that a query head reads (B), sinks included as in the released accuracy study, tokens that are
-            not clustered yet excluded. In percent it is a share of the tokens, not of the bytes, which are more: the
-            query heads of a KV head read separately, and the mean keys count.
+            not clustered yet excluded. The bytes that a step reads are more: the query heads of a KV head read
+            separately, and the mean keys count.
         sinks: first tokens, which are always read and never clustered (16; section III).
         recent: newest tokens that are always read (kvjax's addition; the paper reads those that are not clustered yet).
         clusters: number of clusters of a prompt (C_0): L / 80 in the paper, 400 in the released accuracy study, 200 in
@@ -61,10 +61,6 @@ class ClusterKV(ClusterPolicy):
         super().__post_init__()
         check_min(1, clusters=self.clusters, iterations=self.iterations)
         check_min(0, full_layers=self.full_layers)
-
-    def budget_of_share(self, share: float, tokens: int) -> int:
-        """Returns the share of the tokens: the paper's budget counts the tokens that a query head reads."""
-        return max(int(share * tokens), self.sinks + self.recent)
 
     def for_layer(self, spec: CacheSpec) -> Policy:
         """Returns `Exact` in the first layers, otherwise this policy."""

@@ -61,12 +61,8 @@ def run_block(block, page, names):
 @pytest.mark.parametrize("block", BLOCK.findall(README), ids=lambda block: block.partition("\n")[0])
 def test_programs_of_the_readme_run(block, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    names = {}
-    run_block(block, "README.md", names)
-    if "attended" in names:
-        assert names["attended"].shape == (2, 1, 8, 64) and np.isfinite(names["attended"]).all()
-    else:
-        assert capsys.readouterr().out.strip()
+    run_block(block, "README.md", {})
+    assert capsys.readouterr().out.strip()
 
 
 def test_links_of_the_readme_have_targets():

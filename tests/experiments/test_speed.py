@@ -87,6 +87,16 @@ def test_copies_of_one_sequence_decode_together_and_a_failure_ends_no_other_sett
     assert streaming["tokens_per_second"][0] > 0 and "ms_per_token_ratio" in streaming
 
 
+def test_bytes_need_no_weights(tmp_path, monkeypatch):
+    monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
+    policies = ("snapkv:window_size=16,compact_every=8@100", "clusterkv:compact_every=8@70%")
+    options = {"shape": "tiny", "policy": policies, "context_tokens": (300,), "tokens": 8}
+    speed.main(speed.Options(measure=("bytes",), **options, output_dir=str(tmp_path)))
+    found = {(one["setting"], one["metric"]): one["value"] for one in figures(tmp_path / "bytes.json")}
+    assert 0.3 < found["snapkv:window_size=16,compact_every=8 @ 100", "read_fraction"] < 0.4
+    assert found["clusterkv:compact_every=8 @ 70%", "read_fraction"] <= 0.7 < 1 < found["exact", "held_fraction"]
+
+
 def test_no_token_ends_a_timed_text(monkeypatch):
     llm = tiny.make_llm()
     ending = dataclasses.replace(llm, tokenizer=dataclasses.replace(llm.tokenizer, eos_ids=(1,)))

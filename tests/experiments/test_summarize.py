@@ -129,8 +129,48 @@ def test_verdicts_of_figures(tmp_path):
         assert render.evaluate_claim(exponents, [], tmp_path)[0] == verdict
     write("e.json", [output.figure("exponent", -0.5)])  # without an interval
     assert render.evaluate_claim(exponents, [], tmp_path)[0] == "does not hold"
-    write("r.json", [output.figure("ratio", Estimate(0.5, 0.4, 0.6), line="w", walk="1,1,1")])
-    assert render.evaluate_claim({"ratio": {"file": "r.json", "walk": "1,1,1"}}, [], tmp_path)[0] == "holds"
+    ratios = [("1,1,1", 0.4, 0.6), ("1,9,1", 0.9, 1.1)]
+    write("r.json", [output.figure("ratio", Estimate(0.5, *bounds), line=f"w{w}", walk=w) for w, *bounds in ratios])
+    for walks, verdict in ((["1,1,1"], "holds"), (["1,1,1", "1,9,1"], "not significant")):
+        found, text = render.evaluate_claim({"ratio": {"file": "r.json", "walks": walks}}, [], tmp_path)
+        assert found == verdict and "w1,9,1" in text
+
+
+def test_figures_of_equal_seeds_are_paired(tmp_path):
+    samples = {"x": [1.0, 2.0, 3.0, 4.0], "y": [1.1, 2.2, 3.1, 4.2]}
+    figures = [
+        output.figure("error", statistics.mean_interval(np.asarray(s)), setting=setting, case=case, samples=s)
+        for setting, s in samples.items()
+        for case in ("layer 1", "layer 2")
+    ]
+    (tmp_path / "f.json").write_text(json.dumps(figures))
+    check = {"file": "f.json", "metric": "error", "better": "x", "than": "y", "cases": ["layer 1"]}
+    verdict, text = render.evaluate_claim({"figures": check}, [], tmp_path)
+    assert verdict == "holds" and "paired difference" in text and "layer 2" not in text
+    assert render.evaluate_claim({"figures": check | {"better": "y", "than": "x"}}, [], tmp_path)[0] == "does not hold"
+    both = [check, check | {"better": "y", "than": "x", "factor": 1.05}]
+    assert render.evaluate_claim({"figures": both}, [], tmp_path)[0] == "not significant"
+    verdict, text = render.evaluate_claim(
+        {"figures": check | {"cases": ["layer 1", "layer 2"], "mean": True}}, [], tmp_path
+    )
+    assert verdict == "holds" and "| mean | 2.5 [" in text and "| layer 2 |" in text
+    show = {"file": "f.json", "settings": ["y"], "metrics": ["error"]}
+    assert render.evaluate_claim({"show": show}, [], tmp_path)[0] == "not run"
+
+
+def test_scores_at_the_floor_have_no_verdict(tmp_path):
+    digits = [
+        *rows_of("exact", "a", [1.0] * 20), *rows_of("chelsea", "a", [0.0] * 20),
+        *rows_of("snapkv", "a", [0.0, 0.0, 0.0, 0.0, 0.9] * 4),
+    ]  # fmt: skip
+    check = {"compare": COMPARE | {"than": ["snapkv @ 25%"]}}
+    verdict, text = render.evaluate_claim(check, digits, tmp_path)
+    assert verdict == "not significant" and render.AT_FLOOR in text
+    losses = [*rows_of("chelsea", "a", [2.0, 2.1], metric="nll"), *rows_of("snapkv", "a", [2.5, 2.7], metric="nll")]
+    assert render.evaluate_claim(check, digits + losses, tmp_path)[0] == "holds"
+    for within, expected in ((0.7, "holds"), (0.55, "not significant"), (0.3, "does not hold")):
+        equal = {"compare": check["compare"] | {"within": within}}
+        assert render.evaluate_claim(equal, losses, tmp_path)[0] == expected
 
 
 @pytest.mark.parametrize(("path", "shown"), render.PAGES.items(), ids=lambda value: getattr(value, "stem", ""))

@@ -1,5 +1,6 @@
 """BalanceKV: the weights of the released code and of Algorithm 1, rates, and the settings of the theorem."""
 
+import dataclasses
 import functools
 
 import chex
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.budget import row_bytes
 from kvjax.policies.balancekv_theory import BalanceKVTheory
 from kvjax.registry import resolve_policy
 from kvjax.structures import balance, merge_reduce, value_buckets
@@ -198,25 +200,23 @@ def test_paper_reads_numerator_and_denominator_from_separate_trees():
 # --- laws and settings ---
 
 
-def test_a_rate_halves_the_prompt_and_keeps_later_tokens_beside():
+def test_slots_of_a_rate_halve_the_prompt_and_keep_later_tokens_beside():
     spec = make_spec(batch=1, prompt=840, new=8)
-    for rate, halvings in ((0.5, 1), (0.25, 2), (0.125, 3)):
-        policy = kvjax.BalanceKV(rate)
-        state = jax.eval_shape(lambda policy=policy: policy.init(spec, row_keys(1)))
-        assert state.halvings == halvings
-        assert state.window.selected == (840 - 64) // 2**halvings + 8
+    for halvings in (1, 2, 3):
+        slots = 64 + (840 - 64) // 2**halvings
+        for budget, expected in ((slots, halvings), (slots - 1, halvings + 1)):
+            policy = kvjax.BalanceKV(budget)
+            state = jax.eval_shape(lambda policy=policy: policy.init(spec, row_keys(1)))
+            assert state.halvings == expected
+            assert state.window.selected == (840 - 64) // 2**expected + 8
 
 
-@pytest.mark.parametrize("text", ["balancekv@25%", "balancekv:full_layers=1@25%"])
-def test_a_budget_in_percent_is_the_rate_of_the_paper(text):
-    spec = make_spec(layers=2, layer=1)
-    policy = resolve_policy(text, None, spec, 64).for_layer(spec)
-    assert policy == resolve_policy(kvjax.BalanceKV, "25%", spec, 1000) == kvjax.BalanceKV(0.25)
-    with pytest.raises(ValueError, match="budget=0.2 is not a rate of halvings; pass 0.5, 0.25"):
-        resolve_policy("balancekv@20%", None, spec, 64)
-    with pytest.raises(ValueError, match="budget=1 is not a rate"):
-        resolve_policy("balancekv@100%", None, spec, 64)
-    assert isinstance(resolve_policy("balancekv:sinks=1,recent=1@160KiB", None, spec, 64).budget, int)
+def test_a_budget_in_percent_counts_bytes():
+    spec = make_spec(prompt=2048, new=8)
+    policy = resolve_policy("balancekv@25%", None, spec, 2048)
+    larger = dataclasses.replace(policy, budget=64 + 2 * (policy.budget - 64))
+    limit = 0.25 * spec.full_cache_bytes(2048)
+    assert row_bytes(policy, spec) <= limit < row_bytes(larger, spec)
 
 
 def test_settings_of_the_theorem_report_whether_they_are_vacuous():

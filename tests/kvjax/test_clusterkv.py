@@ -248,16 +248,13 @@ def test_the_first_two_layers_are_full():
     assert choice.make() == kvjax.ClusterKV(40, full_layers=1)
 
 
-def test_a_budget_in_percent_counts_the_tokens_that_a_query_head_reads():
+@pytest.mark.parametrize("budget", ["200KiB", "80%"])
+def test_a_budget_in_bytes_or_percent_counts_the_bytes_that_a_step_reads(budget):
     spec = dataclasses.replace(SPEC, layer=3, layers=4)
-    for text in ("clusterkv@25%", "clusterkv:host_steps=1@25%", "clusterkv:full_layers=0@25%"):
-        policy = resolve_policy(text, None, spec, 400).for_layer(spec)
-        assert getattr(policy, "policy", policy).budget == 100
-    assert resolve_policy(kvjax.ClusterKV, "1%", spec, 400).budget == 16  # the sinks
-    assert resolve_policy("clusterkv:layer_budget_scale=(1,1,2,2)@25%", None, spec, 400).for_layer(spec).budget == 200
-    in_bytes = resolve_policy("clusterkv:full_layers=0@200KiB", None, spec, 400)
-    larger = dataclasses.replace(in_bytes, budget=in_bytes.budget + 16)
-    assert row_read_bytes(in_bytes, spec) <= 50 * 1024 < row_read_bytes(larger, spec)
+    policy, limit = resolve_policy("clusterkv:full_layers=0", budget, spec, 1000), 50 * 1024
+    assert limit == 0.8 * spec.full_cache_bytes(1000)
+    larger = dataclasses.replace(policy, budget=policy.budget + 16)
+    assert row_read_bytes(policy, spec) <= limit < row_read_bytes(larger, spec)
 
 
 @pytest.mark.parametrize(

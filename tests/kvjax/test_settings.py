@@ -84,7 +84,7 @@ def test_settings(text, message):
     [
         (lambda: kvjax.ClusterGen(0), "budget=0"),
         (lambda: kvjax.InfiniGen(0), "budget=0"),
-        (lambda: kvjax.BalanceKV(2.5), "budget=2.5 is not a rate"),
+        (lambda: kvjax.BalanceKV(0.25), "budget=0.25 must be int"),
         (lambda: kvjax.SubGen(None), "budget=None .*; pass both sizes"),
         (lambda: kvjax.SubGen(None, samples=3), "budget=None with samples=3 and clusters=None; pass both sizes"),
         (lambda: kvjax.ByHead((kvjax.KVzip(64), kvjax.KVzip(64, chunk_tokens=5))).requires, "different repetitions"),
@@ -98,10 +98,6 @@ def test_settings(text, message):
         (lambda: HeadChoice(1, 2, full=((1, 0),)), r"head \(1, 0\) does not exist in 1 layers x 2 heads"),
         (lambda: HeadChoice(1, 2, full=((0, 0), (0, 0))), "must name each head once"),
         (lambda: kvjax.OutlierHeads(EXACT, HeadChoice(1, 2), EXACT), "policy=Exact.* must have a budget in slots"),
-        (
-            lambda: kvjax.OutlierHeads(kvjax.BalanceKV(0.25), HeadChoice(1, 2), EXACT),
-            "policy=BalanceKV.* must have a budget in slots",
-        ),
     ],
 )
 def test_settings_that_texts_cannot_have(make, message):
