@@ -233,16 +233,19 @@ TABLES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns the tables of all rows in Markdown."""
-    text = []
-    for title, (measure, columns) in TABLES.items():
-        chosen = [row for row in rows if row.get("measure", "kernel") == measure]
-        if measure == "probe":
-            kept = ("measure", "property")
-            chosen = [dict(row) | {"values": {k: v for k, v in row.items() if k not in kept}} for row in chosen]
-        if chosen:
-            lines = [[_cell(row.get(name)) for name in columns] for row in chosen]
-            text.append(f"# {title}\n\n{markdown_table(columns, lines)}")
-    return "\n".join(text)
+    tables = {title: table(title, rows) for title in TABLES}
+    return "\n".join(f"# {title}\n\n{text}" for title, text in tables.items() if text)
+
+
+def table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a table of `TABLES` in Markdown; nothing if no row belongs to it."""
+    measure, columns = TABLES[title]
+    chosen = [row for row in rows if row.get("measure", "kernel") == measure]
+    if measure == "probe":
+        kept = ("measure", "property")
+        chosen = [dict(row) | {"values": {k: v for k, v in row.items() if k not in kept}} for row in chosen]
+    lines = [[_cell(row.get(name)) for name in columns] for row in chosen]
+    return markdown_table(columns, lines) if lines else ""
 
 
 def _cell(value: Any) -> str:

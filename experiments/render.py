@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import summarize
+from experiments import device, summarize
 from experiments.common import ROOT, caches, plots
 from experiments.common.console import markdown_table
 from experiments.common.flags import Flags, repeatable, run_command
@@ -70,7 +70,8 @@ PAGES = {
 }
 PICTURE = ROOT / "docs" / "images" / "score_by_bytes.png"  # of the table with most settings
 _MARKED = re.compile(r"(<!-- Written by experiments.render: -->\n).*?(<!-- End of the results. -->)", re.DOTALL)
-_FIGURES = re.compile(r"(<!-- (\S+) of (\S+): -->\n).*?(<!-- End of the figures. -->)", re.DOTALL)
+_DEVICE = re.compile(r"(<!-- ([^\n]+) of (\S+\.jsonl): -->\n).*?(<!-- End of the rows. -->)", re.DOTALL)
+_FIGURES = re.compile(r"(<!-- (\S+) of (\S+\.json): -->\n).*?(<!-- End of the figures. -->)", re.DOTALL)
 HOLDS, FAILS, UNCLEAR, NOT_RUN = "holds", "does not hold", "not significant", "not run"
 FLOOR = 0.2  # largest mean score at the floor of a task
 AT_FLOOR = (
@@ -142,7 +143,10 @@ def with_results(page: str, rows: Sequence[Row], shown: Shown) -> str:
 
 
 def with_figures(page: str, directory: pathlib.Path) -> str:
-    """Returns a page with tables of figures between markers, which name the metrics and the file in a `directory`."""
+    """Returns a page with tables of figures between markers, which name the metrics and the file in a `directory`.
+
+    Tables of rows of `experiments.device` have markers that name the table.
+    """
 
     def table(match: re.Match[str]) -> str:
         metrics = match[2].split(",")
@@ -150,7 +154,10 @@ def with_figures(page: str, directory: pathlib.Path) -> str:
         figures.sort(key=lambda one: metrics.index(one["metric"]))
         return f"{match[1]}\n{markdown_table(*figure_table(figures, 'setting'))}\n{match[4]}"
 
-    return _FIGURES.sub(table, page)
+    def device_table(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{device.table(match[2], device.read_rows(directory / match[3]))}\n{match[4]}"
+
+    return _DEVICE.sub(device_table, _FIGURES.sub(table, page))
 
 
 def score_figure(table: summarize.Table) -> plots.plt.Figure:
