@@ -162,9 +162,9 @@ class SubGen(Policy[SubGenState]):
 
 
 def _extend(
-    streams: Streams, keys: Float[Array, "T D"], values: Float[Array, "T D_v"], valid: Bool[Array, "T"]
+    streams: Streams, keys: Float[Array, "T D"], values: Float[Array, "T D_v"], valid: Bool[Array, "T"], **options: int
 ) -> Streams:
-    """Takes the valid ones of T tokens into one head's structures."""
+    """Takes the valid ones of T tokens into one head's structures; see `cluster_table.extend` for the options."""
     mass = jnp.where(valid, jnp.sum(jnp.square(values.astype(jnp.float32)), axis=1), 0.0)
     samples = reservoir.extend(streams.reservoir, keys, values, mass)
-    return Streams(samples, cluster_table.extend(streams.table, keys, None, valid))
+    return Streams(samples, cluster_table.extend(streams.table, keys, None, valid, **options))

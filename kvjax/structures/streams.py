@@ -11,9 +11,13 @@ from jaxtyping import Array, Bool, Float, Shaped
 from kvjax.structures.per_head import per_head
 
 PROMPT_BLOCK = 1024  # tokens of a prompt per update
+# Tokens that a GPU assigns to clusters at a time, for which it waits for the host several times.
+GPU_BLOCK = 512
 
 T = TypeVar("T")  # the structures of one head, or of all rows and heads
-Extend = Callable[..., T]  # maps one head's structures, keys, values and valid tokens to the updated structures
+# Maps one head's structures, keys, values and valid tokens to the updated structures; `block` is the number of tokens
+# that are assigned at a time and does not change the result.
+Extend = Callable[..., T]
 
 
 def extend_all(
@@ -99,7 +103,7 @@ def _fill_in_parallel(
     values: Float[Array, "B H T D_v"],
     valid: Bool[Array, "B T"],
 ) -> T:
-    extend_heads = per_head(extend, 0, 0, 0, None)
+    extend_heads = per_head(functools.partial(extend, block=GPU_BLOCK), 0, 0, 0, None)
 
     def extend_block(streams: T, block: tuple[Array, Array, Array]) -> tuple[T, None]:
         return extend_heads(streams, *block), None
