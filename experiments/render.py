@@ -293,6 +293,8 @@ def _compare_rows(compare: Mapping[str, Any], rows: Sequence[Row]) -> tuple[list
         if found:
             lines = [[f"{name} minus {other}", pair.fixed("+", digits=3)] for other, pair in found.items()]
             texts.append(markdown_table(("", "paired difference"), lines))
+            if not is_loss and (score := _mean_score(table, name)) is not None and score <= FLOOR:
+                texts.append(f"{name} scores at most {FLOOR}, the floor of this task.\n")
         within = compare.get("within")  # with it, the claim is that the settings differ by less
         differences += [
             (-pair if is_loss else pair) if within is None else _margin(pair, within) for pair in found.values()
@@ -309,6 +311,11 @@ def _paired_differences(
     tasks = [task for task in table.tasks if task not in table.left_out]
     pairs = {other: summarize.paired_differences(by_setting[name], by_setting[other], tasks) for other in others}
     return {other: pair for other, pair in pairs.items() if pair is not None}
+
+
+def _mean_score(table: summarize.Table, setting: str) -> float | None:
+    """Returns the mean score of a setting; None without one."""
+    return next((line.mean.value for line in table.lines if line.setting == setting and line.mean), None)
 
 
 def _is_at_floor(table: summarize.Table) -> bool:
