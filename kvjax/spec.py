@@ -252,6 +252,25 @@ def check_queries(spec: CacheSpec, batch: int, queries: Float[Array, "B T H_q D"
         raise ValueError(f"queries have shape {queries.shape}, expected [B, T, H_q, D] = {shape}")
 
 
+def check_sink_logits(sink_logits: Float[Array, "H_q"] | None, query_heads: int) -> None:
+    """Checks the logits of attention sinks.
+
+    Args:
+        sink_logits: one logit per query head; -inf for a head without a sink.
+        query_heads: H_q.
+
+    Raises:
+        ValueError: if the shape or dtype does not fit, or a known logit is NaN or inf.
+    """
+    if sink_logits is None:
+        return
+    check_dtype("sink_logits", sink_logits, jnp.floating)
+    if sink_logits.shape != (query_heads,):
+        raise ValueError(f"sink_logits have shape {sink_logits.shape}, expected [H_q] = {(query_heads,)}")
+    if is_concrete(sink_logits) and not np.all(np.asarray(sink_logits, np.float32) < np.inf):
+        raise ValueError(f"sink_logits={np.asarray(sink_logits).tolist()} must be finite, or -inf for no sink")
+
+
 def is_concrete(*arrays: Any) -> bool:
     """Returns whether the values of arrays can be read: outside jit, and on devices of this process.
 
