@@ -9,6 +9,7 @@ from collections.abc import Callable
 import jax
 
 from kvjax.cache import Cache, init, layer_policy, read_bytes
+from kvjax.messages import shorten
 from kvjax.policy import Policy
 from kvjax.spec import TILE, CacheSpec, round_to_tiles
 from kvjax.state import cache_bytes
@@ -49,7 +50,7 @@ class Budget:
         if match is None:
             is_fraction = re.fullmatch(r"0?\.\d+|1\.0+", text) is not None and float(text) > 0
             fraction = f"{100 * float(text):g}% for this fraction" if is_fraction else "a fraction (25%)"
-            raise ValueError(f"budget={text!r} is not a budget; pass slots (1024), {fraction} or bytes (64MiB)")
+            raise ValueError(f"budget={shorten(text)} is not a budget; pass slots (1024), {fraction} or bytes (64MiB)")
         number, unit, slots = match.groups()
         if float(slots or number) == 0:
             raise ValueError(f"budget={text} is an empty cache; pass more than 0")
@@ -162,7 +163,6 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
         >>> kvjax.fit_bytes(lambda slots: kvjax.Uniform(slots, sinks=16), spec, limit).budget
         400
     """
-
     reasons: list[str] = []  # why budgets were refused
 
     def size(budget: int) -> float:

@@ -590,11 +590,11 @@ def _attend(
     )
     if any(isinstance(one, Segment) and one.log_den is not None for one in segments):
         # Numerator and denominator have different entries, so that their ratio is not a mean of values.
-        invalid = ~_has_finite_output(partials)
+        invalid = jnp.any(~_has_finite_output(partials), axis=2)
         if appended is not None:
-            count = jnp.sum(jnp.any(invalid, axis=2) & appended, axis=1, dtype=jnp.int32)
-            cache = dataclasses.replace(cache, not_finite=cache.not_finite + sum_over_heads(count))
-        partials = partials._replace(denominator=jnp.where(invalid, jnp.nan, partials.denominator))
+            invalid &= appended
+        count = sum_over_heads(jnp.sum(invalid, axis=1, dtype=jnp.int32))
+        cache = dataclasses.replace(cache, not_finite=cache.not_finite + count)
     if appended is not None:
         observed = policy.observe(cache.state, AttentionStats(stats[:-1], stats[-1], appended))
         cache = dataclasses.replace(cache, state=observed)

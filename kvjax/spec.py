@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.messages import shorten
 from kvjax.quantization import KVDtype, KVFormats, check_width, parse_kv_dtype
 
 TILE = 16  # slots, see `round_to_tiles`
@@ -90,7 +91,7 @@ class CacheSpec:
                 object.__setattr__(self, name, check_integer(name, value, minimum))
         for name in ("scale", "logit_cap"):
             if (value := getattr(self, name)) is not None and not (is_number(value) and value > 0):
-                raise ValueError(f"{name}={value!r} must be a finite number above 0, or None")
+                raise ValueError(f"{name}={shorten(value)} must be a finite number above 0, or None")
         if self.rope_frequencies is not None:
             object.__setattr__(self, "rope_frequencies", self._parse_frequencies(self.rope_frequencies))
         if self.kv_dtype == "bfloat16":
@@ -116,7 +117,9 @@ class CacheSpec:
         count = self.head_dim // 2
         valid = not isinstance(frequencies, str) and len(frequencies) == count and all(map(is_number, frequencies))
         if not valid:
-            raise ValueError(f"rope_frequencies={frequencies!r} must be head_dim / 2 = {count} finite numbers, or None")
+            raise ValueError(
+                f"rope_frequencies={shorten(frequencies)} must be head_dim / 2 = {count} finite numbers, or None"
+            )
         return tuple(map(float, frequencies))
 
     @property
@@ -163,9 +166,9 @@ def check_integer(name: str, value: Any, minimum: int) -> int:
         ValueError: if it is not an integer or too small.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ValueError(f"{name}={value!r} must be an integer")
+        raise ValueError(f"{name}={shorten(value)} must be an integer")
     if value < minimum:
-        raise ValueError(f"{name}={value} must be at least {minimum}")
+        raise ValueError(f"{name}={shorten(value)} must be at least {minimum}")
     return int(value)
 
 

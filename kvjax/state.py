@@ -318,7 +318,7 @@ def repeat_rows(tree: T, repeats: int) -> T:
         >>> kvjax.num_tokens(kvjax.repeat_rows(cache, 2))
         Array([3, 3, 1, 1], dtype=int32)
     """
-    return take_rows(tree, jnp.repeat(jnp.arange(_batch_size(tree)), repeats))
+    return take_rows(tree, jnp.repeat(jnp.arange(batch_size(tree)), repeats))
 
 
 @with_default_flags
@@ -352,7 +352,7 @@ def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
     if (difference := _difference(tree, rows_tree)) is not None:
         raise ValueError(f"insert_rows: the states belong to different policies or specs: {difference}")
     rows = _check_rows(tree, rows)
-    if rows.shape != (_batch_size(rows_tree),):
+    if rows.shape != (batch_size(rows_tree),):
         raise ValueError(f"insert_rows: rows have shape {rows.shape}, expected one per row of rows_tree")
     if not isinstance(rows, jax.core.Tracer) and len(np.unique(np.asarray(rows))) < len(rows):
         raise ValueError(f"insert_rows: rows={np.asarray(rows).tolist()} must differ; a row can be overwritten once")
@@ -479,14 +479,18 @@ def _check_rows(tree: Any, rows: Any) -> Int[Array, "R"]:
         raise ValueError(
             f"rows have dtype {rows.dtype} and shape {rows.shape}, expected integers [R]; use jnp.flatnonzero for masks"
         )
-    batch = _batch_size(tree)
+    batch = batch_size(tree)
     if not isinstance(rows, jax.core.Tracer) and bool(jnp.any((rows < 0) | (rows >= batch))):
         raise ValueError(f"rows={np.asarray(rows).tolist()} must be in [0, {batch})")
     return jnp.asarray(rows, jnp.int32)
 
 
-def _batch_size(tree: Any) -> int:
-    """Returns the number of batch rows of a state."""
+def batch_size(tree: Any) -> int:
+    """Returns the number of batch rows of a state.
+
+    Raises:
+        ValueError: if its arrays have several numbers of rows, or none.
+    """
     sizes: set[int] = set()
 
     def collect(field: ArrayField, leaf: Array) -> Array:
