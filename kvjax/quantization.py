@@ -93,8 +93,8 @@ def parse_kv_dtype(kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None) -> KVForm
     formats = (kv_dtype, kv_dtype) if isinstance(kv_dtype, str) else tuple(kv_dtype)
     if len(formats) != 2 or not all(isinstance(name, str) and name in FORMATS for name in formats):
         raise ValueError(
-            f"kv_dtype={shorten(kv_dtype)} is not a quantization format; pass one of {', '.join(FORMATS)}, a pair of them, "
-            "bfloat16 or None"
+            f"kv_dtype={shorten(kv_dtype)} is not a quantization format; pass one of {', '.join(FORMATS)}, a pair of "
+            "them, bfloat16 or None"
         )
     keys, values = formats
     if keys != values and None in (FORMATS[keys].bits, FORMATS[values].bits):

@@ -52,6 +52,7 @@ class SubGenSettings(NamedTuple):
         samples: s.
         per_cluster: t.
         delta: radius of clusters for which t was computed.
+        growth: smallest factor by which delta grows; None if it does not grow.
         vacuous: whether they need at least as many slots as there are tokens, so that a full cache is smaller.
         message: the result as text.
     """
@@ -59,6 +60,7 @@ class SubGenSettings(NamedTuple):
     samples: int
     per_cluster: int
     delta: float
+    growth: float | None
     vacuous: bool
     message: str
 
@@ -72,6 +74,8 @@ class SubGenSettings(NamedTuple):
         Returns:
             The policy.
         """
+        if self.growth is not None:
+            settings = {"growth": self.growth} | settings
         return SubGen(
             None,
             samples=self.samples,
@@ -96,8 +100,9 @@ def subgen_settings(
 ) -> SubGenSettings:
     """Returns s and t for |z - Attn| <= epsilon |softmax|_2 |V|_op with high probability.
 
-    s = c_s d / epsilon^2 and t = c_t e^(2 delta r) log(n) / epsilon^2. If delta may grow, each time by at least a factor
-    g, keys are within delta g / (g - 1) of their center for the final `delta`, which replaces delta in the exponent.
+    s = c_s d / epsilon^2 and t = c_t e^(2 delta r) log(n) / epsilon^2. If delta may grow, each time by at least a
+    factor g, keys are within delta g / (g - 1) of their center for the final `delta`, which replaces delta in the
+    exponent.
 
     Args:
         epsilon: the error, between 0 and 1.
@@ -138,7 +143,7 @@ def subgen_settings(
         f"with {clusters} clusters"
     )
     verdict = ": vacuous, a full cache is smaller" if vacuous else f", {slots / tokens:.1%} of a full cache"
-    return SubGenSettings(samples, per_cluster, delta, vacuous, sizes + verdict)
+    return SubGenSettings(samples, per_cluster, delta, growth, vacuous, sizes + verdict)
 
 
 class BalanceKVSettings(NamedTuple):

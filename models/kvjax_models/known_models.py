@@ -154,7 +154,8 @@ def download(name: str) -> pathlib.Path:
     """
     if name not in KNOWN_MODELS:
         raise ValueError(
-            f"model {shorten(name)} is unknown; {did_you_mean(name, KNOWN_MODELS)}choose one of {', '.join(KNOWN_MODELS)}"
+            f"model {shorten(name)} is unknown; {did_you_mean(name, KNOWN_MODELS)}choose one of "
+            f"{', '.join(KNOWN_MODELS)}"
         )
     model = KNOWN_MODELS[name]
     path = model.path

@@ -181,7 +181,7 @@ class KvjaxLM(TemplateLM):
             The indices of the requests, and the requests, with the last one repeated to fill the batch.
         """
         order = sorted(range(len(requests)), key=lambda index: -length_of(requests[index]))
-        for start in tqdm(range(0, len(order), self.batch_size), desc="kvjax"):
+        for start in tqdm(range(0, len(order), self.batch_size), desc="kvjax", disable=None):
             indices = order[start : start + self.batch_size]
             batch = [requests[index] for index in indices]
             yield indices, batch + batch[-1:] * (self.batch_size - len(batch))
@@ -318,7 +318,7 @@ class KvjaxLM(TemplateLM):
             groups.setdefault(group, (parameters, []))[1].append(
                 Request(prompt, max_new_tokens, question, (self.seed + index) % 2**32, index)
             )
-        with tqdm(total=len(requests), desc="kvjax", disable=disable_tqdm) as progress:
+        with tqdm(total=len(requests), desc="kvjax", disable=disable_tqdm or None) as progress:
             for parameters, group_requests in groups.values():
                 stop, max_new_tokens, sampling = parse_generation_kwargs(parameters, self.max_gen_toks)
                 max_prompt_tokens = max(len(request.prompt) for request in group_requests)
