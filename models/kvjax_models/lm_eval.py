@@ -2,7 +2,7 @@
 
     python -m kvjax_models.lm_eval --model kvjax --model_args path=DIR,policy=subgen_mean,budget=25% --tasks gsm8k
 
-This is the harness's own command with one additional model. Install it with `pip install 'kvjax[harness]'`.
+This is the harness's own command with one additional model. Install it with `pip install '.[harness]'` in a checkout.
 
 Prompts are prefilled with exact attention and compressed. Generated tokens, and continuations whose likelihood a task
 requests, attend to the cache, so the question is compressed, too. Two options compress the context without the

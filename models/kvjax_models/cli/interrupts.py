@@ -58,10 +58,16 @@ def _receive(reader: int) -> None:
         pending = _pending
         if pending is None or pending.is_set():
             exit_now()
-        pending.set()
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # standard error is closed
-            sys.stderr.write("\n[the answer ends after this step; Ctrl-C again exits]\n")
-            sys.stderr.flush()
+        else:
+            pending.set()
+            _announce()
+
+
+def _announce() -> None:
+    """Writes when the answer ends, because a step that is being compiled can take seconds."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # standard error is closed
+        sys.stderr.write("\n[the answer ends after this step; Ctrl-C again exits]\n")
+        sys.stderr.flush()
 
 
 def _flush() -> None:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from kvjax.budget import format_bytes
 from kvjax_models import atomic_io, devices
-from kvjax_models.cli.options import GenerationOptions, read_text, write_status
+from kvjax_models.cli.options import GenerationOptions, read_text
 from kvjax_models.cli.progress import is_terminal
 from kvjax_models.fingerprint import tokenizer_fingerprint
 from kvjax_models.generation.batching import Request, seed_of_prompt
@@ -86,9 +86,7 @@ def complete_file(
             progress.update()
     output.finish()
     cache_bytes = format_bytes(generator.batch * generator.row_bytes)
-    write_status(
-        f"[{options.choice}: {len(requests)} prompts in {generator.batch} batch rows, whose caches take {cache_bytes}]"
-    )
+    options.write_summary(f"{len(requests)} prompts in {generator.batch} batch rows, whose caches take {cache_bytes}")
 
 
 class Output:
