@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypedDict, Unpack
 
 import huggingface_hub
@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 import kvjax
 from kvjax.budget import Budget
+from kvjax.messages import shorten
 from kvjax.quantization import KVDtype
 from kvjax.registry import AnyPolicy, resolve_policy
 from kvjax_models import compile_cache, formats, known_models
@@ -32,7 +33,7 @@ from kvjax_models.model.llama import Llama
 from kvjax_models.model.quantized import WeightDtype
 from kvjax_models.prompts import Message as Message
 from kvjax_models.prompts import Prompt as Prompt
-from kvjax_models.prompts import check_prompt, is_prompt
+from kvjax_models.prompts import as_prompts, check_prompt, is_prompt
 from kvjax_models.stopwatch import Stopwatch
 from kvjax_models.usage import Usage, cache_sizes
 
@@ -124,7 +125,7 @@ class LanguageModel:
             The new text, or a list with one text per prompt; with `return_usage` a pair of it and a `Usage`.
         """
         is_single = is_prompt(prompt)
-        prompts = [self.encode(one) for one in _as_prompts([prompt] if is_single else prompt)]
+        prompts = [self.encode(one) for one in as_prompts([prompt] if is_single else prompt)]
         generator = self._bucketed_generator(
             policy,
             budget,
@@ -230,7 +231,7 @@ class LanguageModel:
         Returns:
             An iterator over completions in the order of the prompts.
         """
-        token_lists: Iterable[list[int]] = map(self.encode, _as_prompts(prompts))
+        token_lists: Iterable[list[int]] = map(self.encode, as_prompts(prompts))
         if max_prompt_tokens is None:
             token_lists = list(token_lists)
             max_prompt_tokens = max(map(len, token_lists), default=0)
@@ -410,19 +411,6 @@ class LanguageModel:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else self.tokenizer.encode_chat(prompt)
 
 
-def _as_prompts(prompts: Any) -> Iterable[Prompt]:
-    """Returns the prompts of an argument for several of them.
-
-    Raises:
-        TypeError: if it is a single prompt, or no iterable.
-    """
-    if is_prompt(prompts) or isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
-        raise TypeError(
-            f"prompts must be a list of texts or conversations, got {type(prompts).__name__}; pass [prompt]"
-        )
-    return prompts
-
-
 def _requests(
     token_lists: Iterable[list[int]], max_prompt_tokens: int, max_new_tokens: int, seed: int
 ) -> Iterator[Request]:
@@ -492,8 +480,11 @@ def resolve_path(name: str | os.PathLike) -> pathlib.Path:
         FileNotFoundError: if `name` is none of these. Only names with a slash are searched on the hub.
     """
     path = pathlib.Path(name)
-    if path.is_dir():
-        return path
+    try:
+        if path.is_dir():
+            return path
+    except OSError as error:  # the name is too long for a path
+        raise FileNotFoundError(f"{shorten(str(name))} is not a model: {error.strerror}") from None
     if formats.is_gguf(path):
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist")

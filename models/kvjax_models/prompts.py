@@ -1,7 +1,7 @@
 """Prompts: texts to continue, or conversations to answer."""
 
-from collections.abc import Mapping, Sequence
-from typing import TypeGuard
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeGuard
 
 Message = Mapping[str, str]  # {"role": "user", "content": "..."}
 Prompt = str | Sequence[Message]  # a text to continue, or a conversation to answer
@@ -27,3 +27,16 @@ def check_prompt(value: object) -> None:
         raise TypeError(
             f"a prompt must be a text or a list of messages with role and content, got {type(value).__name__}"
         )
+
+
+def as_prompts(prompts: Any) -> Iterable[Prompt]:
+    """Returns the prompts of an argument for several of them.
+
+    Raises:
+        TypeError: if it is a single prompt, or no iterable.
+    """
+    if is_prompt(prompts) or isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise TypeError(
+            f"prompts must be a list of texts or conversations, got {type(prompts).__name__}; pass [prompt]"
+        )
+    return prompts

@@ -184,6 +184,7 @@ def test_policies_lists_all_policies_and_settings(kvjax):
             "'windw_size'; did you mean 'window_size'?",
         ),
         (("generate", MODEL, "--prompt=x", "--policy=" + "x" * 10**6), "... choose auto or"),
+        (("generate", "--model=" + "x" * 10**6, "--prompt=x"), "... is not a model: File name too long"),
         (("policies", "ato"), "did you mean 'auto'?"),
         (("bench", MODEL, "--batch=1000000000"), "kvjax: --batch=1000000000 must be at most 65536 rows"),
         (("chat", MODEL, "--context_tokens=10000000"), "exceeds the model's context length of"),
@@ -201,7 +202,7 @@ def test_policies_lists_all_policies_and_settings(kvjax):
         (("bench", MODEL, "--policy=uniform@64", "--budget=50%"), "--policy=uniform@64 has a budget; remove it"),
         (("download", "no_such"), "kvjax: model 'no_such' is unknown; choose one of smollm2-135m, gemma-3-270m"),
         (("chat", MODEL), "kvjax: this checkpoint has no chat template"),
-        (("policies", "no_such"), "kvjax: policy 'no_such' must be one of attention_matching, balancekv"),
+        (("policies", "no_such"), "kvjax: policy 'no_such' is unknown; choose auto or one of attention_matching"),
         (("bench", MODEL, "--turns=0"), "kvjax: --context_tokens, --batch, --tokens and --turns must be at least 1"),
     ],
 )

@@ -81,7 +81,7 @@ def _check_names(parser: argparse.ArgumentParser, arguments: Sequence[str], othe
 
 def _option_names(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
     """Returns the names of the options of a parser and of its subcommand in the arguments."""
-    names = []
+    names: list[str] = []
     for action in parser._actions:
         names += action.option_strings
         if isinstance(action, argparse._SubParsersAction):

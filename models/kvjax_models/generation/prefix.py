@@ -12,7 +12,7 @@ from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.generation.state import GenerationState
-from kvjax_models.prompts import Prompt, check_prompt, is_prompt
+from kvjax_models.prompts import Prompt, as_prompts, check_prompt, is_prompt
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -50,9 +50,7 @@ class Prefix:
             TypeError: if a prompt is neither a text nor a list of messages.
         """
         is_single = is_prompt(prompt)
-        if not is_single and not isinstance(prompt, list | tuple):
-            check_prompt(prompt)
-        prompts = [self._encode(one) for one in ([prompt] if is_single else prompt)]
+        prompts = [self._encode(one) for one in as_prompts([prompt] if is_single else prompt)]
         rows, _ = self.continue_tokens(prompts, max_new_tokens, seed=seed)
         answers = [self.tokenizer.decode(row) for row in rows]
         return answers[0] if is_single else answers
