@@ -52,7 +52,8 @@ def list_policies() -> str:
 def describe_auto() -> str:
     """Describes `auto` for the command line, from the documentation of what it stands for."""
     rules = inspect.cleandoc(resolve_auto.__doc__ or "").split("\n\n")[1]
-    equivalent = f"It stands for {PolicyChoice.parse('auto')}, with settings for the model and the budget:"
+    choice = PolicyChoice.parse("auto")
+    equivalent = f"It stands for {choice.name}:{choice.variant}, with settings for the model and the budget:"
     return "\n".join(
         ["auto", "", _AUTO_SUMMARY, "", equivalent, "", rules, "", f"Budget: {DEFAULT_BUDGET} by default", ""]
     )
