@@ -33,7 +33,7 @@ def map_rows(function: Callable[..., Any], *trees: Any) -> Any:
 
     Args:
         function: the function; receives states with one batch row and returns arrays whose first axis is that row.
-        *trees: states; fields without a batch axis are the same for all rows.
+        *trees: states; all rows share fields without a batch axis.
 
     Returns:
         The results of all rows.

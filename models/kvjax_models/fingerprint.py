@@ -47,7 +47,7 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
 
 @contextlib.contextmanager
 def _without_stdout() -> Iterator[None]:
-    """Discards what other libraries write to standard output, unless it is closed."""
+    """Discards output of other libraries to standard output, unless it is closed."""
     try:
         stdout = os.dup(1)
     except OSError:

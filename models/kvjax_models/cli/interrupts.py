@@ -77,4 +77,4 @@ def _flush() -> None:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Handles a signal in the main thread, where nothing is to do."""
+    """Does nothing in the main thread; the other thread handles the signal."""

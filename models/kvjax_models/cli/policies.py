@@ -50,7 +50,7 @@ def list_policies() -> str:
 
 
 def describe_auto() -> str:
-    """Describes `auto` for the command line, from the documentation of what it stands for."""
+    """Describes `auto` for the command line, from the documentation of `resolve_auto`."""
     rules = inspect.cleandoc(resolve_auto.__doc__ or "").split("\n\n")[1]
     choice = PolicyChoice.parse("auto")
     equivalent = f"It stands for {choice.name}:{choice.variant}, with settings for the model and the budget:"
