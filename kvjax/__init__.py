@@ -9,6 +9,7 @@ the data structures, `kvjax.stores` for the stores, `kvjax.theory` for settings 
 `kvjax.budget` for policies from text, `kvjax.distributed` for meshes.
 """
 
+from kvjax import theory as theory
 from kvjax.budget import fit_bytes as fit_bytes
 from kvjax.cache import Cache as Cache
 from kvjax.cache import append as append

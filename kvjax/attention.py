@@ -21,6 +21,7 @@ from kvjax.distributed.collectives import is_sequence_sharded
 from kvjax.partials import Partials
 from kvjax.quantization import QuantizedArray, dequantize, rotate, rotate_back
 from kvjax.segment import BlockSelection, BlockStoreRead, Segment, SegmentLike
+from kvjax.spec import check_sink_logits
 from kvjax.stores.block_cache import BlockCache, fetch_through_cache
 from kvjax.stores.block_store import attend_blocks
 from pallas_kernels.weighted_decode import Entries, weighted_decode_many
@@ -260,8 +261,7 @@ def _place_heads(
 
 def _sink_partials(queries: Float[Array, "B T H_q D"], sink_logits: Float[Array, "H_q"], width: int) -> Partials:
     """Returns the partial softmax of an attention sink, which has no value."""
-    if sink_logits.shape != queries.shape[2:3]:
-        raise ValueError(f"sink_logits has shape {sink_logits.shape}, expected [H_q] = {queries.shape[2:3]}")
+    check_sink_logits(sink_logits, queries.shape[2])
     logits = jnp.broadcast_to(sink_logits.astype(jnp.float32), queries.shape[:3])
     return Partials(logits, jnp.zeros((*queries.shape[:3], width)), jnp.ones(queries.shape[:3]))
 

@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import jax
 
 from kvjax.cache import Cache, init, layer_policy, read_bytes
+from kvjax.messages import shorten
 from kvjax.policy import Policy
-from kvjax.spec import CacheSpec, round_to_tiles
+from kvjax.spec import TILE, CacheSpec, round_to_tiles
 from kvjax.state import cache_bytes
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -49,7 +51,7 @@ class Budget:
         if match is None:
             is_fraction = re.fullmatch(r"0?\.\d+|1\.0+", text) is not None and float(text) > 0
             fraction = f"{100 * float(text):g}% for this fraction" if is_fraction else "a fraction (25%)"
-            raise ValueError(f"budget={text!r} is not a budget; pass slots (1024), {fraction} or bytes (64MiB)")
+            raise ValueError(f"budget={shorten(text)} is not a budget; pass slots (1024), {fraction} or bytes (64MiB)")
         number, unit, slots = match.groups()
         if float(slots or number) == 0:
             raise ValueError(f"budget={text} is an empty cache; pass more than 0")
@@ -162,31 +164,49 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
         >>> kvjax.fit_bytes(lambda slots: kvjax.Uniform(slots, sinks=16), spec, limit).budget
         400
     """
+    reasons: list[str] = []  # why budgets were refused
 
     def size(budget: int) -> float:
-        """Returns the average bytes per row and layer of the policy with this `budget` of slots."""
-        policy = make(budget)
-        measure = row_read_bytes if policy.is_retrieval else row_bytes
-        return sum(len(equal) * measure(policy, equal[0]) for equal in _equal_layers(policy, spec)) / spec.layers
+        """Returns the average bytes per row and layer of the policy with this `budget` of slots; inf if refused."""
+        try:
+            policy = make(budget)
+            measure = row_read_bytes if policy.is_retrieval else row_bytes
+            return sum(len(equal) * measure(policy, equal[0]) for equal in _equal_layers(policy, spec)) / spec.layers
+        except ValueError as error:
+            reasons.append(str(error))
+            return math.inf
 
     low = smallest = _smallest_budget(make, spec, limit)
     if size(low) > limit:
+        remedy = "pass a larger budget"
+        if _reserves_decode_slots(make(low)):
+            remedy = (
+                f"it includes {spec.max_new_tokens} slots per KV head that are reserved for new tokens; reduce "
+                f"max_new_tokens, set reserve_decode_slots=false, or {remedy}"
+            )
         raise ValueError(
-            f"limit={limit} bytes per row and layer is too small: budget={low} already takes {size(low):g} bytes"
+            f"limit={limit} bytes per row and layer is too small: budget={low} already takes {size(low):g} bytes; "
+            f"{remedy}"
         )
     high = low
     while size(high := high * 2) <= limit:
         if make(high).is_retrieval and high >= spec.capacity:
             return make(high)  # everything may be read
-        if high > limit:
-            if size(high) == size(smallest):
-                raise ValueError(f"{make(smallest)} does not grow with its budget; pass a budget in slots")
-            return make(_smallest_equal_budget(make, spec, smallest, high))  # all tokens fit
         low = high
+        if high > limit:
+            break  # all tokens fit
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if size(middle) <= limit else (low, middle)
-    return make(max(round_to_tiles(low), smallest))
+    if low <= spec.capacity:
+        if size(low + 1) == math.inf:
+            raise ValueError(f"a larger budget fits into limit={limit} bytes per row and layer, but {reasons[-1]}")
+        return make(max(round_to_tiles(low), smallest))
+    if make(low) == make(smallest):
+        raise ValueError(f"{make(smallest)} does not grow with its budget; pass a budget in slots")
+    if size(low) == size(low - low // 4):  # buffers have the size of the capacity
+        return make(_smallest_equal_budget(make, spec, smallest, low))
+    return make(max(min(round_to_tiles(low), -(-spec.capacity // TILE) * TILE), smallest))
 
 
 def _smallest_equal_budget(make: Callable[[int], Policy], spec: CacheSpec, low: int, high: int) -> int:
@@ -201,6 +221,14 @@ def _smallest_equal_budget(make: Callable[[int], Policy], spec: CacheSpec, low: 
 
     largest = states(high)
     return low + bisect.bisect_left(range(low, high), True, key=lambda budget: states(budget) == largest)
+
+
+def _reserves_decode_slots(policy: Policy) -> bool:
+    """Returns whether a policy, or one inside it, has slots for new tokens in addition to its budget."""
+    inner = [value for field in vars(policy).values() for value in (field if isinstance(field, tuple) else (field,))]
+    return getattr(policy, "reserve_decode_slots", False) or any(
+        _reserves_decode_slots(value) for value in inner if isinstance(value, Policy)
+    )
 
 
 def _equal_layers(policy: Policy, spec: CacheSpec) -> list[list[CacheSpec]]:

@@ -29,7 +29,7 @@ from kvjax.partials import Partials, normalize
 from kvjax.policy import Policy, Prompt, RepeatedPrompt, S
 from kvjax.segment import BlockStoreRead, Segment, array_bytes
 from kvjax.sliding_window import SlidingWindow
-from kvjax.spec import MAX_TOKENS, CacheSpec, check_dtype, check_queries, check_tokens, is_concrete
+from kvjax.spec import MAX_TOKENS, CacheSpec, check_dtype, check_queries, check_sink_logits, check_tokens, is_concrete
 from kvjax.state import cache_bytes, count_row_faults, fault, state, static
 from kvjax.stores import staging as stagings
 from kvjax.stores.attention_scores import AttentionScores
@@ -55,7 +55,9 @@ class Cache(Generic[S]):
     staging: Staging
     counters: Counters
     reused: Int[Array, "B"] = fault("prefill was called on a cache with tokens, or with more than max_prompt_tokens")
-    not_finite: Int[Array, "B"] = fault("tokens had keys or values that are NaN or infinite in the cache's dtype")
+    not_finite: Int[Array, "B"] = fault(
+        "tokens had keys or values that are NaN or infinite in the cache's dtype, or such an attention output"
+    )
     policy_faults: Int[Array, "B"]  # fault counters of the policy's state after the last prefill or compaction
     policy: Policy[S] = static()
     spec: CacheSpec = static()
@@ -204,6 +206,7 @@ def prefill(
     _check_new_tokens(cache, keys, values, lengths)
     if queries is not None:
         check_dtype("queries", queries, jnp.floating)
+    check_sink_logits(sink_logits, cache.spec.query_heads)
     longest = min(keys.shape[1], cache.spec.max_prompt_tokens)
     if is_concrete(lengths, cache.counters):
         row_lengths, counts = np.asarray(lengths), _known_num_tokens(cache)
@@ -279,6 +282,7 @@ def attend(
         (1, 1, 4, 8)
     """
     check_queries(cache.spec, cache.staging.keys.shape[0], query)
+    check_sink_logits(sink_logits, cache.spec.query_heads)
     return Partials(*_attend_only(cache, query, sink_logits))
 
 
@@ -324,6 +328,7 @@ def step(
     """
     _check_new_tokens(cache, keys, values, lengths)
     check_queries(cache.spec, cache.staging.keys.shape[0], query, keys.shape[1])
+    check_sink_logits(sink_logits, cache.spec.query_heads)
     _check_free_slots(cache, keys, lengths, compacts=compact_when_full)
     return _step(cache, query, keys, values, lengths, sink_logits, compact_when_full=compact_when_full)
 
@@ -576,20 +581,34 @@ def _attend(
     """Attends to the cache; if causal, the queries belong to the newest tokens and the policy observes them."""
     policy, tokens = cache.policy, query.shape[1] if causal else 1
     appended = stagings.appended_mask(cache.counters, tokens) if causal else None
+    segments = _segments(cache, tokens)
     partials, stats = attend_with_stats(
         _scale_queries(cache.spec, query),
-        _segments(cache, tokens),
+        segments,
         appended,
         probabilities=policy.requires.attention_stats and causal,
         kv_heads=cache.staging.keys.shape[1],
         logit_cap=cache.spec.logit_cap,
         sink_logits=sink_logits,
     )
+    if any(isinstance(one, Segment) and one.log_den is not None for one in segments):
+        # Numerator and denominator have different entries, so that their ratio is not a mean of values.
+        invalid = jnp.any(~_has_finite_output(partials), axis=2)
+        if appended is not None:
+            invalid &= appended
+        count = sum_over_heads(jnp.sum(invalid, axis=1, dtype=jnp.int32))
+        cache = dataclasses.replace(cache, not_finite=cache.not_finite + count)
     if appended is not None:
         observed = policy.observe(cache.state, AttentionStats(stats[:-1], stats[-1], appended))
         cache = dataclasses.replace(cache, state=observed)
     denominator = jnp.where(_is_faulty(cache)[:, None, None], jnp.nan, partials.denominator)
     return partials._replace(denominator=denominator), cache
+
+
+def _has_finite_output(partials: Partials) -> Bool[Array, "B T H_q"]:
+    """Returns which attention outputs are finite. A numerator without a denominator has no finite output."""
+    output = partials.numerator / partials.denominator[..., None]
+    return jnp.all(jnp.isfinite(output) | (partials.numerator == 0), axis=3)
 
 
 def _scale_queries(spec: CacheSpec, query: Array) -> Array:

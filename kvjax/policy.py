@@ -24,6 +24,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key, Shaped
 
 from kvjax.attention import AttentionStats
+from kvjax.messages import shorten
 from kvjax.segment import SegmentLike
 from kvjax.spec import MAX_TOKENS, CacheSpec, is_number
 from kvjax.state import state, static
@@ -363,7 +364,7 @@ def check_setting_types(policy: Policy) -> None:
     for field in dataclasses.fields(typing.cast(Any, policy)):
         value, hint = getattr(policy, field.name), setting_types(type(policy))[field.name]
         if not any(_is_instance(value, option) for option in _options(hint)):
-            raise ValueError(f"{field.name}={value!r} must be {type_name(hint)}")
+            raise ValueError(f"{field.name}={shorten(value)} must be {type_name(hint)}")
 
 
 @functools.cache

@@ -27,6 +27,7 @@ import numpy as np
 import scipy.linalg
 from jaxtyping import Array, Bool, Float
 
+from kvjax.messages import shorten
 from kvjax.state import BATCH, ArrayField, RunningMean, map_stored
 from pallas_kernels import packing
 from pallas_kernels.quantized_array import QuantizedArray as QuantizedArray
@@ -92,8 +93,8 @@ def parse_kv_dtype(kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None) -> KVForm
     formats = (kv_dtype, kv_dtype) if isinstance(kv_dtype, str) else tuple(kv_dtype)
     if len(formats) != 2 or not all(isinstance(name, str) and name in FORMATS for name in formats):
         raise ValueError(
-            f"kv_dtype={kv_dtype!r} is not a quantization format; pass one of {', '.join(FORMATS)}, a pair of them, "
-            "bfloat16 or None"
+            f"kv_dtype={shorten(kv_dtype)} is not a quantization format; pass one of {', '.join(FORMATS)}, a pair of "
+            "them, bfloat16 or None"
         )
     keys, values = formats
     if keys != values and None in (FORMATS[keys].bits, FORMATS[values].bits):

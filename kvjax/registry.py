@@ -12,6 +12,7 @@ from kvjax.combinators.by_layer import FirstLayers
 from kvjax.combinators.host_memory import HostMemory
 from kvjax.combinators.layer_budgets import LayerBudgets
 from kvjax.combinators.outlier_heads import HeadChoice, OutlierHeads
+from kvjax.messages import did_you_mean, shorten
 from kvjax.policies.attention_matching import AttentionMatching
 from kvjax.policies.balancekv import BalanceKV
 from kvjax.policies.balancekv_theory import BalanceKVTheory
@@ -152,16 +153,19 @@ class PolicyChoice:
         description = _AUTO if description == "auto" else description
         name, _, settings_text = description.partition(":")
         if name not in POLICIES:
-            raise ValueError(f"policy {name!r} is unknown; choose auto or one of {', '.join(sorted(POLICIES))}")
+            suggestion = did_you_mean(name, ["auto", *POLICIES])
+            raise ValueError(
+                f"policy {shorten(name)} is unknown; {suggestion}choose auto or one of {', '.join(sorted(POLICIES))}"
+            )
         settings = []
         for part in filter(None, re.split(r",(?![^(]*\))", settings_text)):
             key, equals, value = part.partition("=")
             if not equals:
-                raise ValueError(f"policy {text!r}: {part!r} must have the form setting=value")
+                raise ValueError(f"policy {shorten(text)}: {shorten(part)} must have the form setting=value")
             settings.append((key, value))
         choice = cls(name, tuple(settings), Budget.parse(budget) if budget else None)
         if budget and not choice.takes_budget:
-            raise ValueError(f"policy {text!r}: {name} keeps everything and takes no budget")
+            raise ValueError(f"policy {shorten(text)}: {name} keeps everything and takes no budget")
         choice.calibrated(None).make(_LARGE_BUDGET)
         return choice
 
@@ -218,15 +222,18 @@ class PolicyChoice:
         combinators: dict[str, Any] = {}
         for key, text in self.settings:
             if key == "budget" or (key not in types and key not in _COMBINATOR_SETTINGS):
-                known = ", ".join(sorted({*types, *_COMBINATOR_SETTINGS} - {"budget"}))
-                raise ValueError(f"policy {self}: unknown setting {key!r}; {self.name} has {known}")
+                known = sorted({*types, *_COMBINATOR_SETTINGS} - {"budget"})
+                raise ValueError(
+                    f"policy {self.name}: unknown setting {shorten(key)}; {did_you_mean(key, known)}{self.name} has "
+                    f"{', '.join(known)}"
+                )
             (own if key in types else combinators)[key] = parse_value(text)
         if self.takes_budget:
             own["budget"] = self.budget.slots if budget is None and self.budget is not None else budget
         try:
             return _combine(policy_class(**own), **combinators)
         except (TypeError, ValueError, OSError) as error:
-            raise ValueError(f"policy {self}: {error}") from error
+            raise ValueError(f"policy {shorten(str(self))[1:-1]}: {error}") from error
 
     def fit(self, spec: CacheSpec, tokens: int) -> Policy:
         """Returns the policy for a cache.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.messages import shorten
 from kvjax.quantization import KVDtype, KVFormats, check_width, parse_kv_dtype
 from pallas_kernels.weighted_decode import SLOT_TILE
 
@@ -91,7 +92,7 @@ class CacheSpec:
                 object.__setattr__(self, name, check_integer(name, value, minimum))
         for name in ("scale", "logit_cap"):
             if (value := getattr(self, name)) is not None and not (is_number(value) and value > 0):
-                raise ValueError(f"{name}={value!r} must be a finite number above 0, or None")
+                raise ValueError(f"{name}={shorten(value)} must be a finite number above 0, or None")
         if self.rope_frequencies is not None:
             object.__setattr__(self, "rope_frequencies", self._parse_frequencies(self.rope_frequencies))
         if self.kv_dtype == "bfloat16":
@@ -117,7 +118,9 @@ class CacheSpec:
         count = self.head_dim // 2
         valid = not isinstance(frequencies, str) and len(frequencies) == count and all(map(is_number, frequencies))
         if not valid:
-            raise ValueError(f"rope_frequencies={frequencies!r} must be head_dim / 2 = {count} finite numbers, or None")
+            raise ValueError(
+                f"rope_frequencies={shorten(frequencies)} must be head_dim / 2 = {count} finite numbers, or None"
+            )
         return tuple(map(float, frequencies))
 
     @property
@@ -164,9 +167,9 @@ def check_integer(name: str, value: Any, minimum: int) -> int:
         ValueError: if it is not an integer or too small.
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ValueError(f"{name}={value!r} must be an integer")
+        raise ValueError(f"{name}={shorten(value)} must be an integer")
     if value < minimum:
-        raise ValueError(f"{name}={value} must be at least {minimum}")
+        raise ValueError(f"{name}={shorten(value)} must be at least {minimum}")
     return int(value)
 
 
@@ -251,6 +254,25 @@ def check_queries(spec: CacheSpec, batch: int, queries: Float[Array, "B T H_q D"
     shape = (batch, count, spec.query_heads, spec.head_dim)
     if queries.shape != shape:
         raise ValueError(f"queries have shape {queries.shape}, expected [B, T, H_q, D] = {shape}")
+
+
+def check_sink_logits(sink_logits: Float[Array, "H_q"] | None, query_heads: int) -> None:
+    """Checks the logits of attention sinks.
+
+    Args:
+        sink_logits: one logit per query head; -inf for a head without a sink.
+        query_heads: H_q.
+
+    Raises:
+        ValueError: if the shape or dtype does not fit, or a known logit is NaN or inf.
+    """
+    if sink_logits is None:
+        return
+    check_dtype("sink_logits", sink_logits, jnp.floating)
+    if sink_logits.shape != (query_heads,):
+        raise ValueError(f"sink_logits have shape {sink_logits.shape}, expected [H_q] = {(query_heads,)}")
+    if is_concrete(sink_logits) and not np.all(np.asarray(sink_logits, np.float32) < np.inf):
+        raise ValueError(f"sink_logits={np.asarray(sink_logits).tolist()} must be finite, or -inf for no sink")
 
 
 def is_concrete(*arrays: Any) -> bool:

@@ -318,7 +318,7 @@ def repeat_rows(tree: T, repeats: int) -> T:
         >>> kvjax.num_tokens(kvjax.repeat_rows(cache, 2))
         Array([3, 3, 1, 1], dtype=int32)
     """
-    return take_rows(tree, jnp.repeat(jnp.arange(_batch_size(tree)), repeats))
+    return take_rows(tree, jnp.repeat(jnp.arange(batch_size(tree)), repeats))
 
 
 @with_default_flags
@@ -330,14 +330,14 @@ def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
     Args:
         tree: the state to write to.
         rows_tree: a state with R rows.
-        rows: indices of the rows of `tree` to overwrite.
+        rows: indices of the rows of `tree` to overwrite, each at most once.
 
     Returns:
         The updated state.
 
     Raises:
-        ValueError: if the states differ in policy or spec, rows are not integers [R], a row is out of range, or a
-            batch-wide field differs (the latter two outside jit).
+        ValueError: if the states differ in policy or spec, rows are not integers [R], a row is out of range or
+            appears twice, or a batch-wide field differs (the latter three outside jit).
 
     Example:
         >>> import jax, jax.numpy as jnp, kvjax
@@ -352,6 +352,10 @@ def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
     if (difference := _difference(tree, rows_tree)) is not None:
         raise ValueError(f"insert_rows: the states belong to different policies or specs: {difference}")
     rows = _check_rows(tree, rows)
+    if rows.shape != (batch_size(rows_tree),):
+        raise ValueError(f"insert_rows: rows have shape {rows.shape}, expected one per row of rows_tree")
+    if not isinstance(rows, jax.core.Tracer) and len(np.unique(np.asarray(rows))) < len(rows):
+        raise ValueError(f"insert_rows: rows={np.asarray(rows).tolist()} must differ; a row can be overwritten once")
 
     def insert(field: ArrayField, leaf: Array, new: Array) -> Array:
         """Returns the array `leaf` with the rows of `new`, along the batch axis of its `field`."""
@@ -475,14 +479,18 @@ def _check_rows(tree: Any, rows: Any) -> Int[Array, "R"]:
         raise ValueError(
             f"rows have dtype {rows.dtype} and shape {rows.shape}, expected integers [R]; use jnp.flatnonzero for masks"
         )
-    batch = _batch_size(tree)
+    batch = batch_size(tree)
     if not isinstance(rows, jax.core.Tracer) and bool(jnp.any((rows < 0) | (rows >= batch))):
         raise ValueError(f"rows={np.asarray(rows).tolist()} must be in [0, {batch})")
     return jnp.asarray(rows, jnp.int32)
 
 
-def _batch_size(tree: Any) -> int:
-    """Returns the number of batch rows of a state."""
+def batch_size(tree: Any) -> int:
+    """Returns the number of batch rows of a state.
+
+    Raises:
+        ValueError: if its arrays have several numbers of rows, or none.
+    """
     sizes: set[int] = set()
 
     def collect(field: ArrayField, leaf: Array) -> Array:

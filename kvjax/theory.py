@@ -52,6 +52,7 @@ class SubGenSettings(NamedTuple):
         samples: s.
         per_cluster: t.
         delta: radius of clusters for which t was computed.
+        growth: smallest factor by which delta grows; None if it does not grow.
         vacuous: whether they need at least as many slots as there are tokens, so that a full cache is smaller.
         message: the result as text.
     """
@@ -59,6 +60,7 @@ class SubGenSettings(NamedTuple):
     samples: int
     per_cluster: int
     delta: float
+    growth: float | None
     vacuous: bool
     message: str
 
@@ -72,6 +74,8 @@ class SubGenSettings(NamedTuple):
         Returns:
             The policy.
         """
+        if self.growth is not None:
+            settings = {"growth": self.growth} | settings
         return SubGen(
             None,
             samples=self.samples,
@@ -90,14 +94,15 @@ def subgen_settings(
     query_norm: float,
     delta: float,
     clusters: int = 1,
-    doubling: bool = True,
+    growth: float | None = 2.0,
     constant_samples: float = 1.0,
     constant_per_cluster: float = 1.0,
 ) -> SubGenSettings:
     """Returns s and t for |z - Attn| <= epsilon |softmax|_2 |V|_op with high probability.
 
-    s = c_s d / epsilon^2 and t = c_t e^(2 delta r) log(n) / epsilon^2. If delta may grow, the exponent is 4 delta r,
-    because after j doublings keys are within (2 - 2^-j) delta_j of their center. `delta` must then be the final value.
+    s = c_s d / epsilon^2 and t = c_t e^(2 delta r) log(n) / epsilon^2. If delta may grow, each time by at least a
+    factor g, keys are within delta g / (g - 1) of their center for the final `delta`, which replaces delta in the
+    exponent.
 
     Args:
         epsilon: the error, between 0 and 1.
@@ -107,7 +112,7 @@ def subgen_settings(
             factor 1 / sqrt(d).
         delta: radius of clusters, in units of keys.
         clusters: expected number of clusters; affects only `vacuous`.
-        doubling: whether the number of clusters is limited, so that delta may grow, as in `SubGen`.
+        growth: g, the `growth` of `SubGen`; None if the number of clusters is not limited, as in the paper.
         constant_samples: c_s, which the theorem leaves open.
         constant_per_cluster: c_t, which the theorem leaves open.
 
@@ -123,7 +128,9 @@ def subgen_settings(
     _check_probability(epsilon=epsilon)
     check_above(0, tokens=tokens, head_dim=head_dim, clusters=clusters, query_norm=query_norm, delta=delta)
     check_above(0, constant_samples=constant_samples, constant_per_cluster=constant_per_cluster)
-    exponent = (4 if doubling else 2) * delta * query_norm / math.sqrt(head_dim)
+    check_above(1, growth=growth)
+    radius = delta if growth is None else delta * growth / (growth - 1)
+    exponent = 2 * radius * query_norm / math.sqrt(head_dim)
     samples = math.ceil(constant_samples * head_dim / epsilon**2)
     # The exponential is limited, because more samples than tokens are useless.
     log_per_cluster = exponent + math.log(constant_per_cluster * max(math.log(tokens), 1.0) / epsilon**2)
@@ -136,7 +143,7 @@ def subgen_settings(
         f"with {clusters} clusters"
     )
     verdict = ": vacuous, a full cache is smaller" if vacuous else f", {slots / tokens:.1%} of a full cache"
-    return SubGenSettings(samples, per_cluster, delta, vacuous, sizes + verdict)
+    return SubGenSettings(samples, per_cluster, delta, growth, vacuous, sizes + verdict)
 
 
 class BalanceKVSettings(NamedTuple):

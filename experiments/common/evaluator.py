@@ -15,11 +15,13 @@ from experiments.common.prefill import prefill_together
 from experiments.common.rows import Row, RowFile
 from experiments.common.units import Item, Unit, batched, make_units
 from experiments.tasks.task import Task
+from kvjax.spec import check_integer
 from kvjax_models import LanguageModel
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import GenerationState
 
 _MAX_UNITS = 10_000  # of a task
+_MAX_SEED = 2**32 // _MAX_UNITS - 1
 _ROUNDING = 8  # the capacity after the prompt is a multiple of it, so that tasks share programs
 
 
@@ -74,8 +76,10 @@ class Evaluator:
                 needs. Tasks with equal capacity share compiled programs.
 
         Raises:
-            ValueError: if the task needs a larger capacity.
+            ValueError: if the task needs a larger capacity, or the seed is out of range.
         """
+        if check_integer("seed", seed, minimum=0) > _MAX_SEED:
+            raise ValueError(f"seed={seed} must be at most {_MAX_SEED}, because every unit of a task has its own seed")
         self.llm, self.model, self.task = llm, model, task
         self.question_seen, self.tokens, self.seed = question_seen, tokens, seed
         self.batch, self.group = batch, group

@@ -24,7 +24,7 @@ from kvjax.structures.attention_fit import (
     refine,
 )
 from kvjax.structures.least_squares import matching_pursuit
-from kvjax.structures.per_head import per_head
+from kvjax.structures.per_head import map_rows, per_head
 from kvjax.top_k_policy import TopKPolicy, prompt_mask
 
 _QUERY_BLOCK = 64  # reference queries whose attention to the entire prompt exists at a time
@@ -109,7 +109,7 @@ class AttentionMatching(TopKPolicy):
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
         """Returns the mean squares of attention, or the order of matching pursuit."""
         with jax.default_matmul_precision("highest"):
-            return self._score(prompt, self._read_prompt(prompt))
+            return map_rows(lambda row: self._score(row, self._read_prompt(row)), prompt)
 
     def prefill(self, state: TopKStore, prompt: Prompt) -> TopKStore:
         """Keeps the tokens of highest rank, at most `budget` per KV head, and fits them to the references.
@@ -121,6 +121,11 @@ class AttentionMatching(TopKPolicy):
         Returns:
             The store.
         """
+        # Row by row, because rounding decides among tokens of equal scores (see `map_rows`).
+        return map_rows(self._fill_row, state, prompt)
+
+    def _fill_row(self, state: TopKStore, prompt: Prompt) -> TopKStore:
+        """Fills the store of one row."""
         assert state.log_weights is not None
         with jax.default_matmul_precision("highest"):
             references = self._read_prompt(prompt)

@@ -1,8 +1,9 @@
-"""BalanceKV (Kochetkova et al. 2025), Algorithm 1, with its error bound. `BalanceKV` is the paper's practical system."""
+"""BalanceKV (Kochetkova et al. 2025), Algorithm 1, with its error bound. `BalanceKV` is the practical system."""
 
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -151,8 +152,12 @@ class BalanceKVTheory(Policy[BalanceKVTheoryState]):
                 merge_reduce.insert(denominator, keys, None, present, halve=halve(1.0)),
             )
 
-        trees = state.numerator, state.denominator
-        numerator, denominator = per_head(insert_head, 0, 0, 0, 0, None)(*trees, keys, values, present)
+        def insert_row(row: tuple[Any, ...]) -> tuple[ValueBuckets, MergeReduceTree]:
+            return jax.vmap(insert_head, in_axes=(0, 0, 0, 0, None))(*row)
+
+        # Row by row, because the rounding of a batch of products could flip the walk's signs (see `map_rows`).
+        rows = (state.numerator, state.denominator, keys, values, present)
+        numerator, denominator = jax.lax.map(insert_row, rows)
         return dataclasses.replace(state, numerator=numerator, denominator=denominator)
 
     def _halve(self, tokens: int, value_norm: Float[Array, ""] | float) -> Halve:

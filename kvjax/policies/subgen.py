@@ -57,8 +57,8 @@ class SubGen(Policy[SubGenState]):
     mu = sum |v|^2. The denominator is a sum over m clusters of keys with t sampled keys each, of weight n_i / t.
 
     `sinks=0, recent=0, compact_every=1` is exactly Algorithm 1, as long as the keys form at most m clusters of radius
-    delta. The paper opens clusters without a limit. Here delta grows when the table is full, by the doubling algorithm
-    of Charikar et al. (1997), and the bound's exponent doubles.
+    delta. The paper opens clusters without a limit. Here delta grows when the table is full, as in the doubling
+    algorithm of Charikar et al. (1997), and the bound's exponent grows by the factor growth / (growth - 1).
 
     Attributes:
         budget: slots per KV head, sinks and recent tokens included. A slot is a key and a value; a cluster's center
@@ -72,7 +72,8 @@ class SubGen(Policy[SubGenState]):
         per_cluster: t of Algorithm 1 (1 is kvjax's choice; Theorem 1 asks for e^(2 delta r) log(n) / epsilon^2).
         delta: radius of clusters, in units of keys (delta of Algorithm 1). None to take it from the data: 0 until the
             table is full, then the smallest distance between centers.
-        growth: smallest factor by which delta grows when there are too many clusters; 2 in Charikar et al. (1997).
+        growth: smallest factor by which delta grows when there are too many clusters. It is 2 in Charikar et al.
+            (1997), which merges most keys of pretrained models into one cluster; 1.05 leaves more clusters.
         compact_every: tokens between compactions; until then all new tokens are read (kvjax's staging).
 
     Reference:
@@ -86,7 +87,7 @@ class SubGen(Policy[SubGenState]):
     clusters: int | None = None
     per_cluster: int = 1
     delta: float | None = None
-    growth: float = 2.0
+    growth: float = 1.05
     compact_every: int = 64
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.distributed.collectives import global_heads, local_heads
+from kvjax.state import ArrayField, batch_size, map_fields
 
 
 def per_head(function: Callable[..., Any], *in_axes: int | None) -> Callable[..., Any]:
@@ -22,6 +23,31 @@ def per_head(function: Callable[..., Any], *in_axes: int | None) -> Callable[...
         The mapped function.
     """
     return jax.vmap(jax.vmap(function, in_axes=in_axes or 0))
+
+
+def map_rows(function: Callable[..., Any], *trees: Any) -> Any:
+    """Maps a function of one batch row over all rows, one after the other.
+
+    A compiled product of matrices rounds differently in batches of different sizes. A result that depends on such
+    rounding, such as a choice among equal scores, would make a row depend on its batch.
+
+    Args:
+        function: the function; receives states with one batch row and returns arrays whose first axis is that row.
+        *trees: states; all rows share fields without a batch axis.
+
+    Returns:
+        The results of all rows.
+    """
+
+    def call(row: Int[Array, ""]) -> Any:
+        """Calls the function with one row."""
+
+        def take(field: ArrayField, leaf: Array) -> Array:
+            return leaf if field.batch_axis is None else jax.lax.dynamic_slice_in_dim(leaf, row, 1, field.batch_axis)
+
+        return jax.tree.map(lambda x: x[0], function(*(map_fields(take, tree) for tree in trees)))
+
+    return jax.lax.map(call, jnp.arange(batch_size(trees[0])))
 
 
 def stream_keys(row_keys: Key[Array, "B"], heads: int) -> Key[Array, "B H_kv"]:

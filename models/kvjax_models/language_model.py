@@ -3,24 +3,26 @@
 import dataclasses
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict, TypeGuard, Unpack
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypedDict, Unpack
 
 import huggingface_hub
 import jax
+import jax.numpy as jnp
 from absl import logging
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from jax.sharding import Mesh
 
 import kvjax
 from kvjax.budget import Budget
+from kvjax.messages import shorten
 from kvjax.quantization import KVDtype
 from kvjax.registry import AnyPolicy, resolve_policy
 from kvjax_models import compile_cache, formats, known_models
 from kvjax_models.formats.checkpoint import LoadOptions
 from kvjax_models.formats.tokenizer import Streamer, Tokenizer
 from kvjax_models.generation.auto_policy import resolve_auto, resolve_windows
-from kvjax_models.generation.batching import Request, parse_batch_size
+from kvjax_models.generation.batching import Request, parse_batch_size, seed_of_prompt
 from kvjax_models.generation.completions import Completion, TextCallback, generate_completions, in_prompt_order
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefix import Prefix, read_prefix, restore_prefix
@@ -29,13 +31,14 @@ from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.generation.state import cache_specs
 from kvjax_models.model.llama import Llama
 from kvjax_models.model.quantized import WeightDtype
+from kvjax_models.prompts import Message as Message
+from kvjax_models.prompts import Prompt as Prompt
+from kvjax_models.prompts import TemplateOptions as TemplateOptions
+from kvjax_models.prompts import as_prompts, check_prompt, is_prompt
 from kvjax_models.stopwatch import Stopwatch
 from kvjax_models.usage import Usage, cache_sizes
 
 KVDtypes = KVDtype | tuple[KVDtype, KVDtype] | None  # of keys and values together, or of each
-Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
-Prompt = str | Sequence[Message]  # a text to continue, or a conversation to answer
-TemplateOptions = Mapping[str, Any] | None  # variables of the chat template
 
 
 class GeneratorOptions(TypedDict, total=False):
@@ -49,7 +52,7 @@ class GeneratorOptions(TypedDict, total=False):
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # downloaded from the hub, without subdirectories
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class LanguageModel:
     """A decoder and its tokenizer, which generate text with any cache policy. `load` makes one from a checkpoint.
 
@@ -73,6 +76,16 @@ class LanguageModel:
                 raise ValueError(
                     f"the tokenizer's {name} token {outside[0]} exceeds the model's vocabulary of {size} tokens"
                 )
+
+    def __repr__(self) -> str:
+        """Returns the sizes of the model, without its parameters."""
+        config, dtype = self.model.config, self.model.embedding.param_dtype
+        weights = self.model.weight_dtype or jnp.dtype(dtype).name
+        return (
+            f"LanguageModel(layers={config.layers}, width={config.width}, query_heads={config.query_heads}, "
+            f"kv_heads={config.kv_heads}, head_dim={config.head_dim},\n"
+            f"              vocab_size={config.vocab_size}, max_length={config.max_length}, weights={weights})"
+        )
 
     def generate(
         self,
@@ -115,8 +128,8 @@ class LanguageModel:
         Returns:
             The new text, or a list with one text per prompt; with `return_usage` a pair of it and a `Usage`.
         """
-        is_single = _is_prompt(prompt)
-        prompts = [self.encode(one, template_options) for one in _as_prompts([prompt] if is_single else prompt)]
+        is_single = is_prompt(prompt)
+        prompts = [self.encode(one, template_options) for one in as_prompts([prompt] if is_single else prompt)]
         generator = self._bucketed_generator(
             policy,
             budget,
@@ -212,10 +225,11 @@ class LanguageModel:
             batch_size: number of batch rows, or bytes for the caches of all rows ("2GiB"); smaller caches allow more
                 rows.
             max_new_tokens: as for `generate`.
-            max_prompt_tokens: maximum length of a prompt. With it, prompts are read from the iterable when a row is
-                free; by default all are read first and their maximum length is used.
-            seed: seed of the first prompt; prompt n has seed + n. A completion does not depend on the other prompts of
-                the batch: `generate` returns the same text for the prompt and its seed, with caches of the same size.
+            max_prompt_tokens: maximum length of a prompt; a longer one is an error. With it, prompts are read from the
+                iterable when a row is free; by default all are read first and their maximum length is used.
+            seed: seed of the first prompt; prompt n has seed + n, modulo 2**32. A completion does not depend on the
+                other prompts of the batch: `generate` returns the same text for the prompt and its seed, with caches of
+                the same size.
             stop: a string or strings that finish a sequence and are excluded from its text; they may contain special
                 tokens.
             on_text: called with the number of a prompt and each new part of its text.
@@ -226,12 +240,12 @@ class LanguageModel:
         Returns:
             An iterator over completions in the order of the prompts.
         """
-        token_lists: Iterable[list[int]] = (self.encode(one, template_options) for one in _as_prompts(prompts))
+        token_lists: Iterable[list[int]] = (self.encode(one, template_options) for one in as_prompts(prompts))
         if max_prompt_tokens is None:
             token_lists = list(token_lists)
             max_prompt_tokens = max(map(len, token_lists), default=0)
         generator = self.batch_generator(policy, budget, batch_size, max_prompt_tokens, max_new_tokens, **options)
-        requests = (Request(tokens, max_new_tokens, seed=seed + number) for number, tokens in enumerate(token_lists))
+        requests = _requests(token_lists, max_prompt_tokens, max_new_tokens, seed)
         completions = generate_completions(
             self.tokenizer, generator, requests, stop=stop, on_text=on_text, max_prefill_steps=max_prefill_steps
         )
@@ -367,7 +381,7 @@ class LanguageModel:
 
         Raises:
             FileNotFoundError: if the directory has no save.
-            ValueError: if the save belongs to another model, tokenizer or policy, with the differences.
+            ValueError: if the save belongs to another model, tokenizer or policy, with the first difference.
         """
         generator = self.generator(policy, budget, **SavedStates(pathlib.Path(directory)).generator_sizes(), **options)
         return restore_prefix(self.tokenizer, generator, directory)
@@ -406,10 +420,7 @@ class LanguageModel:
             TypeError: if the prompt is neither a text nor a list of messages.
             ValueError: if there are `template_options` and the prompt is a text.
         """
-        if not _is_prompt(prompt):
-            raise TypeError(
-                f"a prompt must be a text or a list of messages with role and content, got {type(prompt).__name__}"
-            )
+        check_prompt(prompt)
         if not isinstance(prompt, str):
             return self.tokenizer.encode_chat(prompt, template_options=template_options)
         if template_options:
@@ -419,27 +430,24 @@ class LanguageModel:
         return self.tokenizer.encode(prompt)
 
 
-def _is_prompt(value: object) -> TypeGuard[Prompt]:
-    """Returns whether a value is a text or a list of messages."""
-    if not isinstance(value, list | tuple):
-        return isinstance(value, str)
-    return bool(value) and all(
-        isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
-        for message in value
-    )
+def _requests(
+    token_lists: Iterable[list[int]], max_prompt_tokens: int, max_new_tokens: int, seed: int
+) -> Iterator[Request]:
+    """Makes one request per prompt.
 
-
-def _as_prompts(prompts: Any) -> Iterable[Prompt]:
-    """Returns the prompts of an argument for several of them.
+    Yields:
+        The requests.
 
     Raises:
-        TypeError: if it is a single prompt, or no iterable.
+        ValueError: if a prompt is too long, with its number.
     """
-    if _is_prompt(prompts) or isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
-        raise TypeError(
-            f"prompts must be a list of texts or conversations, got {type(prompts).__name__}; pass [prompt]"
-        )
-    return prompts
+    for number, tokens in enumerate(token_lists):
+        if len(tokens) > max_prompt_tokens:  # the generator's limit is rounded up
+            raise ValueError(
+                f"prompt {number}: {len(tokens)} tokens exceed max_prompt_tokens={max_prompt_tokens}; shorten the "
+                "prompt or pass a larger number"
+            )
+        yield Request(tokens, max_new_tokens, seed=seed_of_prompt(seed, number))
 
 
 def load(
@@ -491,8 +499,11 @@ def resolve_path(name: str | os.PathLike) -> pathlib.Path:
         FileNotFoundError: if `name` is none of these. Only names with a slash are searched on the hub.
     """
     path = pathlib.Path(name)
-    if path.is_dir():
-        return path
+    try:
+        if path.is_dir():
+            return path
+    except OSError as error:  # the name is too long for a path
+        raise FileNotFoundError(f"{shorten(str(name))} is not a model: {error.strerror}") from None
     if formats.is_gguf(path):
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist")

@@ -2,7 +2,7 @@
 
     python -m kvjax_models.lm_eval --model kvjax --model_args path=DIR,policy=subgen_mean,budget=25% --tasks gsm8k
 
-This is the harness's own command with one additional model. Install it with `pip install 'kvjax[harness]'`.
+This is the harness's own command with one additional model. Install it with `pip install '.[harness]'` in a checkout.
 
 Prompts are prefilled with exact attention and compressed. Generated tokens, and continuations whose likelihood a task
 requests, attend to the cache, so the question is compressed, too. Two options compress the context without the
@@ -189,7 +189,7 @@ class KvjaxLM(TemplateLM):
             The indices of the requests, and the requests, with the last one repeated to fill the batch.
         """
         order = sorted(range(len(requests)), key=lambda index: -length_of(requests[index]))
-        for start in tqdm(range(0, len(order), self.batch_size), desc="kvjax"):
+        for start in tqdm(range(0, len(order), self.batch_size), desc="kvjax", disable=None):
             indices = order[start : start + self.batch_size]
             batch = [requests[index] for index in indices]
             yield indices, batch + batch[-1:] * (self.batch_size - len(batch))
@@ -327,7 +327,7 @@ class KvjaxLM(TemplateLM):
             groups.setdefault(group, (parameters, []))[1].append(
                 Request(prompt, max_new_tokens, question, (self.seed + index) % 2**32, index)
             )
-        with tqdm(total=len(requests), desc="kvjax", disable=disable_tqdm) as progress:
+        with tqdm(total=len(requests), desc="kvjax", disable=disable_tqdm or None) as progress:
             for parameters, group_requests in groups.values():
                 stop, max_new_tokens, sampling = parse_generation_kwargs(parameters, self.max_gen_toks)
                 max_prompt_tokens = max(len(request.prompt) for request in group_requests)

@@ -20,7 +20,7 @@ class Usage:
         cache_bytes: bytes of the caches on the device.
         host_bytes: bytes of the caches in host memory.
         read_bytes: bytes of the caches that one decode step reads.
-        full_cache_bytes: bytes of a full bfloat16 cache of the same tokens.
+        full_cache_bytes: bytes of a full bfloat16 cache of the same capacity.
     """
 
     prompt_tokens: int
@@ -54,5 +54,5 @@ def cache_sizes(generator: Generator, state: GenerationState) -> dict[str, int]:
         "cache_bytes": held.device,
         "host_bytes": held.host,
         "read_bytes": sum(map(kvjax.read_bytes, state.layers)),
-        "full_cache_bytes": generator.specs[0].full_cache_bytes(int(state.positions.sum())) * len(generator.specs),
+        "full_cache_bytes": generator.batch * sum(spec.full_cache_bytes(spec.capacity) for spec in generator.specs),
     }

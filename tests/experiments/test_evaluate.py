@@ -51,6 +51,12 @@ def run(llm, task, settings, path, question_seen=False, batch=2, **options):
         return list(rows)
 
 
+def test_seeds_that_are_too_large_are_refused(llm):
+    for seed in (429_496, 2**32 - 1):
+        with pytest.raises(ValueError, match=f"seed={seed} must be at most 429495"):
+            Evaluator(llm, "tiny", make_task(), question_seen=False, tokens=1000, seed=seed)
+
+
 def full_prompt(llm, document, question, chat=True):
     """Returns the tokens of a prompt."""
     context, after = encode(llm.tokenizer, document, question, chat)

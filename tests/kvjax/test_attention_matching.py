@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -418,3 +419,23 @@ def test_shares_are_at_most_one_if_large_logits_are_rounded():
         queries, jnp.ones(2, bool), logits[:, 0] * (1 - 1e-6), keys, jnp.array([True, True, False]), None
     )
     np.testing.assert_array_equal(share, [[1, 1, 0], [1, 1, 0]])
+
+
+@pytest.mark.parametrize("selection", ["rms", "omp"])
+def test_rows_with_equal_keys_do_not_depend_on_their_batch(selection):
+    # All tokens have equal scores up to rounding, and products of other batch sizes round differently.
+    random = np.random.default_rng(0)
+    shape = (3, 60, 2, 16)
+    keys, values, queries = (jnp.asarray(random.normal(size=shape), jnp.float32) for _ in range(3))
+    keys = keys.at[0].set(keys[0, :1]).at[1].set(keys[1, :1] * (-1.0) ** jnp.arange(60)[:, None, None])
+    policy = kvjax.AttentionMatching(16, sinks=2, compact_every=8, selection=selection, n_future_positions=None)
+
+    def store(rows):
+        spec = kvjax.CacheSpec(len(rows), 2, 2, 16, max_prompt_tokens=60, max_new_tokens=8)
+        cache = kvjax.init(policy, spec, jax.random.split(jax.random.key(0), len(rows)))
+        new = keys[rows], values[rows], jnp.full(len(rows), 60), queries[rows]
+        return kvjax.prefill(cache, *new)[0].state
+
+    together = store(np.arange(3))
+    for row in (0, 1):
+        chex.assert_trees_all_equal(kvjax.take_rows(together, np.array([row])), store(np.array([row])))

@@ -234,3 +234,20 @@ def test_settings_of_the_theorem_report_whether_they_are_vacuous():
     for numbers, message in (({"epsilon": 0.0}, "epsilon=0"), ({"epsilon": 0.1, "delta": 2.0}, "delta=2")):
         with pytest.raises(ValueError, match=message):
             settings(**numbers, tokens=10, key_norm=1.0)
+
+
+def test_rows_of_the_papers_form_do_not_depend_on_their_batch():
+    random = np.random.default_rng(0)
+    scale = np.array([1e-14, 1e-3, 8, 1e14])[:, None, None, None]
+    keys, values = (random.normal(size=(4, 75, 2, 24)) for _ in range(2))
+    keys, values = jnp.asarray(np.minimum(scale, 8) * keys, jnp.float32), jnp.asarray(scale * values, jnp.float32)
+    policy = BalanceKVTheory(40, sinks=1, recent=2, compact_every=8)
+
+    def fill(rows):
+        spec = kvjax.CacheSpec(len(rows), 2, 2, 24, max_prompt_tokens=75, max_new_tokens=8)
+        cache = kvjax.init(policy, spec, jax.random.split(jax.random.key(0), 4)[rows])
+        return kvjax.prefill(cache, keys[rows], values[rows], jnp.full(len(rows), 75))[0].state
+
+    together = fill(np.arange(4))
+    for row in (0, 2):
+        chex.assert_trees_all_equal(kvjax.take_rows(together, np.array([row])), fill(np.array([row])))

@@ -281,6 +281,42 @@ def test_entries_that_overflow_in_the_cache_are_a_fault():
         kvjax.raise_faults(cache)
 
 
+def test_a_numerator_without_a_denominator_is_a_fault():
+    # Both sums have their own samples: at these norms, the denominator of a query underflows.
+    policy = kvjax.SubGen(16, sinks=1, recent=2, compact_every=8)
+    keys, values, _ = prompt_of(stream(), LENGTHS)
+    queries, new_keys, new_values = next_tokens(1)
+    scale = np.array([400, 0.1, 0.1])[:, None, None, None]
+    cache = kvjax.init(policy, make_spec(), row_keys())
+    cache = prefill(cache, scale * keys, 8000 * values, jnp.asarray(LENGTHS))
+    kvjax.raise_faults(cache)
+    assert nan_rows(kvjax.normalize(attend(cache, scale * queries))) == [True, False, False]
+    attended, cache = step(cache, scale * queries, scale * new_keys, 8000 * new_values)
+    assert nan_rows(attended) == [True, False, False]
+    with pytest.raises(ValueError, match=r"not_finite=\[1, 0, 0\]: .* or such an attention output"):
+        kvjax.raise_faults(cache)
+
+
+@pytest.mark.parametrize(
+    "sinks, message",
+    [
+        (np.ones(4, complex), "expected a floating-point dtype"),
+        (np.array([0, np.nan, 0, 0]), r"sink_logits=\[0.0, nan, 0.0, 0.0\] must be finite, or -inf"),
+        (np.full(4, np.inf), "must be finite, or -inf"),
+        (np.ones(3), r"shape \(3,\), expected \[H_q\] = \(4,\)"),
+    ],
+)
+def test_sink_logits_are_checked(sinks, message):
+    keys, values, _ = prompt_of(stream(), LENGTHS)
+    cache, new = prefilled(), next_tokens(1)
+    check_refused(
+        message,
+        lambda: kvjax.prefill(empty_cache(), keys, values, jnp.asarray(LENGTHS), sink_logits=sinks),
+        lambda: kvjax.step(cache, *new, sink_logits=sinks),
+        lambda: kvjax.attend(cache, new[0], sink_logits=sinks),
+    )
+
+
 # --- rows and faults ---
 
 

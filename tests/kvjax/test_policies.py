@@ -17,6 +17,7 @@ from kvjax.budget import abstract_cache, format_bytes, row_bytes, row_read_bytes
 from kvjax.cache import _segments
 from kvjax.combinators.outlier_heads import HeadChoice
 from kvjax.registry import POLICIES as REGISTERED
+from kvjax.registry import resolve_policy
 from kvjax.segment import BlockStoreRead, Segment
 from kvjax.spec import round_to_tiles
 from kvjax.state import CacheBytes
@@ -274,7 +275,7 @@ FITS = {
 @pytest.mark.parametrize("name", FITS)
 @pytest.mark.parametrize("limit", [70_000, 123_456, 1_000_000])
 def test_fit_bytes_takes_the_largest_budget_that_fits(name, limit):
-    spec = make_spec()
+    spec = make_spec(prompt=5000)
 
     def size(budget):
         return row_bytes(FITS[name](budget), spec)
@@ -382,6 +383,14 @@ def test_decode_steps_lower_for_a_hopper_gpu_without_xla(kv_dtype, budget, monke
             lowered.append(program)
 
 
+@pytest.mark.parametrize("name", sorted(REGISTERED.keys() - {"exact"}))
+def test_a_budget_in_bytes_may_exceed_the_full_cache(name):
+    # 32 MiB per layer are more than 2**24 bytes, the largest budget in slots.
+    spec = make_spec(layers=32)
+    policy = resolve_policy(name, "1GiB", spec, spec.capacity)
+    assert row_bytes(policy, spec) < 2**20
+
+
 def test_format_bytes():
     assert [format_bytes(n) for n in (10, 1536, 3 * 2**20, 5 * 2**30)] == ["10 B", "1.5 KiB", "3.0 MiB", "5.00 GiB"]
 
@@ -392,6 +401,10 @@ def test_errors_of_fit_bytes_explain_why_no_budget_fits():
         kvjax.fit_bytes(kvjax.StreamingLLM, spec, 3000)
     with pytest.raises(ValueError, match=r"limit=60 .*cannot hold sinks=4 and recent=64"):
         kvjax.fit_bytes(kvjax.Uniform, spec, 60)
+    with pytest.raises(ValueError, match=r"reserved for new tokens; reduce max_new_tokens, set reserve_dec"):
+        kvjax.fit_bytes(lambda budget: kvjax.LayerBudgets(kvjax.AdaKV(kvjax.SnapKV(budget)), (1.0,)), spec, 3000)
+    with pytest.raises(ValueError, match="a larger budget fits into limit=1000000000 .*clusters=16400 must be"):
+        kvjax.fit_bytes(kvjax.SubGenMean, make_spec(prompt=100_000), 10**9)
     with pytest.raises(ValueError, match="does not grow with its budget"):
         kvjax.fit_bytes(lambda budget: kvjax.Exact(), spec, 10**6)
 

@@ -205,6 +205,10 @@ def test_rows_out_of_range_are_refused():
             kvjax.take_rows(cache, jnp.array(rows))
         with pytest.raises(ValueError, match=r"must be in \[0, 2\)"):
             kvjax.insert_rows(cache, kvjax.take_rows(cache, jnp.array([0] * len(rows))), jnp.array(rows))
+    with pytest.raises(ValueError, match=r"rows=\[1, 1\] must differ"):
+        kvjax.insert_rows(cache, cache, jnp.array([1, 1]))
+    with pytest.raises(ValueError, match=r"rows have shape \(2,\), expected one per row of rows_tree"):
+        kvjax.insert_rows(cache, kvjax.take_rows(cache, jnp.array([0])), jnp.array([0, 1]))
 
 
 @state

@@ -156,10 +156,12 @@ def test_a_budget_is_divided_and_never_exceeded(options, sizes):
 
 def test_settings_equal_those_of_the_theorem():
     settings = functools.partial(subgen_settings, 0.5, tokens=10_000, head_dim=64, query_norm=8.0, delta=0.25)
-    fixed, doubled = settings(doubling=False), settings()
+    fixed, doubled = settings(growth=None), settings()
     assert fixed.samples == 64 / 0.5**2
     assert fixed.per_cluster == math.ceil(math.exp(2 * 0.25 * 8 / math.sqrt(64)) * math.log(10_000) / 0.5**2)
     assert doubled.per_cluster == math.ceil(math.exp(4 * 0.25) * math.log(10_000) / 0.5**2)
+    # With a smaller factor, keys may be farther from their center: delta (1 + 1/1.05 + 1/1.05**2 + ...) = 21 delta.
+    assert settings(growth=1.05).per_cluster == math.ceil(math.exp(21 * 2 * 0.25) * math.log(10_000) / 0.5**2)
     constants = settings(constant_samples=3, constant_per_cluster=0.5)
     assert (constants.samples, constants.per_cluster) == (768, math.ceil(doubled.per_cluster / 2))
 

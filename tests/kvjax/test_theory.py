@@ -51,7 +51,7 @@ def test_subgen_meets_the_inequality_of_its_theorem(norm, delta, epsilon, tokens
     rows = 20
     keys, values, queries = clustered(0, norm, tokens)
     sizes = {"tokens": tokens, "head_dim": DIM, "query_norm": norm, "delta": delta}
-    settings = subgen_settings(epsilon, **sizes, clusters=16, doubling=False)
+    settings = subgen_settings(epsilon, **sizes, clusters=16, growth=None)
     assert not settings.vacuous, settings.message
     outputs, state = attend_after_prompt(settings.policy(clusters=16, **EXACT), keys, values, queries, rows)
     assert not state.streams.table.doublings.any()  # so that every cluster has radius delta

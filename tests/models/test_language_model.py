@@ -2,13 +2,14 @@
 
 import json
 import shutil
+import threading
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax_models import formats, language_model, load
+from kvjax_models import compile_cache, formats, language_model, load
 from kvjax_models.cli.chat import Chat, Conversation
 from kvjax_models.cli.generate import Generate
 from kvjax_models.formats import huggingface
@@ -43,7 +44,8 @@ def test_usage_counts_tokens_seconds_and_bytes(llm):
     assert (usage.prompt_tokens, usage.new_tokens) == (len(prompt), 12)
     config = llm.model.config
     token_bytes = 2 * config.layers * config.kv_heads * config.head_dim * 4  # float32
-    assert usage.full_cache_bytes == token_bytes // 2 * (len(prompt) + 12)  # bfloat16
+    capacity = compile_cache.length_bucket(len(prompt))[-1] + 12
+    assert usage.full_cache_bytes == token_bytes // 2 * capacity  # bfloat16
     assert all(token_bytes * 64 < size < token_bytes * 150 for size in (usage.read_bytes, usage.cache_bytes))
     assert usage.host_bytes == 0 and usage.prefill_seconds > 0 and usage.compile_seconds >= 0
     assert usage.tokens_per_second == 12 / usage.decode_seconds
@@ -56,6 +58,9 @@ def test_streamed_text_does_not_depend_on_the_interval(llm):
     for interval in (1, 23, 64):
         parts = llm.stream(TEXT, kvjax.SubGen, 128, max_new_tokens=70, stream_interval=interval)
         assert "".join(parts) == text
+    for interval in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match=f"stream_interval={interval} must be"):
+            next(llm.stream(TEXT, max_new_tokens=4, stream_interval=interval))
     options = {"sampling": Sampling(temperature=2.0), "max_new_tokens": 8}
     assert llm.generate(TEXT, seed=1, **options) == "".join(llm.stream(TEXT, seed=1, **options))
     assert llm.generate(TEXT, seed=1, **options) != llm.generate(TEXT, seed=2, **options)
@@ -209,6 +214,14 @@ def test_stop_may_be_a_single_string(llm):
 def test_invalid_options_are_refused(llm):
     with pytest.raises(ValueError, match="allow_beyond_context='no' must be True or False"):
         llm.generate("x", allow_beyond_context="no")
+    for size in (0, -1, 1.5, "0", "x", "10%", True):
+        with pytest.raises(ValueError, match=f"batch_size={size!r} must be from 1 to 65536 rows"):
+            next(llm.generate_many(["x"], batch_size=size, max_new_tokens=2))
+    with pytest.raises(ValueError, match=r"prompt 1: \d+ tokens exceed max_prompt_tokens=5"):
+        list(llm.generate_many(["x", "x" * 40], max_new_tokens=2, max_prompt_tokens=5))
+    # Seeds after the largest one continue with 0.
+    numbers = llm.generate_many([TEXT] * 2, seed=2**32 - 1, max_new_tokens=2, sampling=Sampling(2.0))
+    assert list(numbers)[1].text == llm.generate(TEXT, seed=0, max_new_tokens=2, sampling=Sampling(2.0))
     with pytest.raises(ValueError, match="batch_size=1000000000 must be from 1 to 65536 rows"):
         next(llm.generate_many(["x"], batch_size=10**9, max_new_tokens=2))
 
@@ -235,6 +248,23 @@ def test_later_turns_equal_one_conversation(chat_llm):
     assert roles == ["system", "user", "assistant", "user", "assistant"]
 
 
+def test_an_interrupt_ends_an_answer_but_not_the_conversation(chat_llm):
+    chat = Chat(policy="exact:compact_every=8", context_tokens=512, max_new_tokens=12)
+    conversation, stop = Conversation(chat_llm, chat), threading.Event()
+    stop.set()
+    assert list(conversation.answer("Hello.", stop)) == [] and conversation.messages == []  # while the turn is read
+    for interrupted in ("Hello.", "And then?"):
+        stop.clear()
+        for number, _ in enumerate(conversation.answer(interrupted, stop)):
+            if number == 4:
+                stop.set()
+        answer = conversation.messages[-1]["content"]
+        whole = "".join(chat_llm.stream(conversation.messages[:-1], max_new_tokens=12))
+        assert whole.startswith(answer) and len(answer) < len(whole)
+    answer = "".join(conversation.answer("What else?"))
+    assert answer == "".join(chat_llm.stream(conversation.messages[:-1], max_new_tokens=12))
+
+
 def test_a_conversation_without_capacity_is_refused(chat_llm):
     conversation = Conversation(chat_llm, Chat(policy="exact", context_tokens=40, max_new_tokens=64))
     list(conversation.answer("What is a fox?"))
@@ -255,10 +285,16 @@ def test_a_prefix_answers_questions_as_one_text_does(llm, tmp_path):
     assert prefix.generate(questions[0], max_new_tokens=8) == expected[0]  # the prefix did not change
     prefix.save(tmp_path / "saved")
     assert llm.restore_prefix(tmp_path / "saved").generate(questions[1], max_new_tokens=8) == expected[1]
-    with pytest.raises(ValueError, match="belongs to another run"):
+    with pytest.raises(ValueError, match=r"belongs to another run: policy\[0\].* is .*Exact.*, not .{,99}$"):
         llm.restore_prefix(tmp_path / "saved", "uniform", 80)
     with pytest.raises(ValueError, match="exceeds max_prompt_tokens"):
         prefix.generate(questions[0], max_new_tokens=500)
+    for number in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match=f"max_new_tokens={number} must be"):
+            prefix.generate(questions[0], max_new_tokens=number)
+    for wrong in ({"role": "user", "content": "x"}, [3], b"x", None):
+        with pytest.raises(TypeError, match="must be a (text or a list of messages|list of texts)"):
+            prefix.generate(wrong)
     assert prefix.generate(questions[0]).startswith(expected[0])
 
 
@@ -330,6 +366,21 @@ def test_template_options_reach_the_template(tmp_path, monkeypatch):
     for changes, message in (({}, "requires --chat true"), ({"template_options": "no", "chat": True}, "is not JSON")):
         with pytest.raises(ValueError, match=message):
             Generate(prompt="Who?", **flags | changes).run()
+
+
+def test_a_prefix_answers_messages(chat_llm):
+    messages = [{"role": "user", "content": "What is a fox?"}]
+    prefix = chat_llm.prefix("Read the record.", max_new_tokens=64)
+    text = "Read the record." + chat_llm.tokenizer.render_chat(messages)
+    expected = chat_llm.generate(text, max_new_tokens=8)
+    assert prefix.generate(messages, max_new_tokens=8) == expected
+    assert prefix.generate([messages, "x"], max_new_tokens=8)[0] == expected
+
+
+def test_reprs_are_short(llm):
+    prefix = llm.prefix("Read the record.", "auto", "100%", max_new_tokens=400)
+    for value, name in ((llm, "LanguageModel(layers="), (prefix, "Prefix(num_tokens=")):
+        assert repr(value).startswith(name) and len(repr(value)) < 400
 
 
 @pytest.mark.parametrize("budget", [64 * 2**10, 256 * 2**10])

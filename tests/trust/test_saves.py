@@ -96,6 +96,22 @@ def test_errors_name_every_damaged_save(tmp_path):
         NumberedSaves(tmp_path).newest()
 
 
+def test_a_save_that_is_damaged_after_it_was_verified_is_found(tmp_path):
+    saves = NumberedSaves(tmp_path)
+    save(saves, 1, 2)
+    assert saves.newest() == 2
+    damage_file(tmp_path / "2" / "notes.json", random.Random(0))
+    assert saves.newest() == 1
+
+
+def test_notes_may_have_numbers_of_numpy(tmp_path):
+    saves = NumberedSaves(tmp_path)
+    saves.save(1, make_arrays(1), {"size": np.int64(3)}, {"score": np.float32(0.5), "tokens": np.arange(3)})
+    assert saves.manifest(1) == {"size": 3} and saves.notes(1) == {"score": 0.5, "tokens": [0, 1, 2]}
+    with pytest.raises(TypeError, match="set cannot be written as JSON"):
+        saves.save(2, make_arrays(2), {}, {"tokens": {1, 2}})
+
+
 def test_a_damaged_save_is_renamed_when_its_step_is_saved_again(tmp_path):
     save(NumberedSaves(tmp_path), 1, 2)
     damage_file(tmp_path / "2" / "notes.json", random.Random(0))

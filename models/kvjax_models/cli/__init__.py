@@ -12,7 +12,7 @@ import simple_parsing
 from absl import app, logging
 
 import kvjax
-from kvjax_models.cli import parsing
+from kvjax_models.cli import interrupts, parsing
 from kvjax_models.cli.bench import Bench
 from kvjax_models.cli.calibrate import Calibrate
 from kvjax_models.cli.chat import Chat
@@ -29,6 +29,7 @@ _COMMANDS = {
     "download": Download,
     "calibrate": Calibrate,
 }
+_MAX_MESSAGE = 2000  # characters of an error
 _TRACEBACK = "KVJAX_TRACEBACK"  # environment variable that makes errors show their traceback
 
 
@@ -59,9 +60,13 @@ def main(options: Kvjax) -> None:
     except (ValueError, OSError) as error:
         if os.environ.get(_TRACEBACK):
             raise
-        sys.exit(f"kvjax: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(f"kvjax: {_cut(str(error))}")
+
+
+def _cut(message: str) -> str:
+    """Returns a message without the middle if it is very long."""
+    half = _MAX_MESSAGE // 2
+    return message if len(message) <= _MAX_MESSAGE else f"{message[:half]} ... {message[-half:]}"
 
 
 def _without_traceback(record: stdlib_logging.LogRecord) -> bool:
@@ -103,4 +108,5 @@ def run() -> None:
         logging.get_absl_logger().addFilter(_without_traceback)
         threading.excepthook = _ignore
         sys.unraisablehook = _print_in_main_thread
+    interrupts.install()
     app.run(main, flags_parser=parse)

@@ -10,9 +10,11 @@ import kvjax
 from kvjax.budget import format_bytes
 from kvjax.registry import PolicyChoice
 from kvjax_models.cli.options import ModelOptions, read_text, repeatable, write_output
+from kvjax_models.generation.batching import MAX_ROWS
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import GenerationState, check_seed
 from kvjax_models.language_model import LanguageModel
+from kvjax_models.usage import cache_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Bench(ModelOptions):
         """
         if min(self.context_tokens, self.batch, self.tokens, self.turns) < 1:
             raise ValueError("--context_tokens, --batch, --tokens and --turns must be at least 1")
+        if self.batch > MAX_ROWS:
+            raise ValueError(f"--batch={self.batch} must be at most {MAX_ROWS} rows")
         check_seed(self.seed)
         choices = [PolicyChoice.parse("exact"), *map(self._parse, self.policy or ["auto"])]
         write_output(_table(self, measure(self, self.load(), list(dict.fromkeys(choices)))))
@@ -128,17 +132,16 @@ def _prompt(options: Bench, llm: LanguageModel) -> list[int]:
 def _table(options: Bench, measurements: list[Measurement]) -> str:
     """Returns a table with one line per policy; the first one is the full cache."""
     full = measurements[0]
-    full_bytes = kvjax.cache_bytes(full.state.layers).device
-    lines = [("policy", "cache", "of full cache", "first token", "per token", "speedup", "tokens/s")]
+    lines = [("policy", "cache", "of full bfloat16", "first token", "per token", "speedup", "tokens/s")]
     for one in measurements:
-        cache_bytes = kvjax.cache_bytes(one.state.layers).device
+        sizes = cache_sizes(one.generator, one.state)
         # The median of ratios of simultaneous turns is insensitive to other load on the machine.
         speedup = statistics.median(theirs / ours for theirs, ours in zip(full.turns, one.turns, strict=True))
         lines.append(
             (
                 str(one.choice),
-                format_bytes(cache_bytes),
-                f"{cache_bytes / full_bytes:.0%}",
+                format_bytes(sizes["cache_bytes"]),
+                f"{sizes['cache_bytes'] / sizes['full_cache_bytes']:.1%}",
                 f"{one.prefill:.2f} s",
                 f"{1000 * one.per_token:.2f} ms",
                 f"{speedup:.2f}",

@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,12 +19,13 @@ from tqdm import tqdm
 
 from kvjax.budget import format_bytes
 from kvjax_models import atomic_io, devices
-from kvjax_models.cli.options import GenerationOptions, read_text, write_status
+from kvjax_models.cli.options import GenerationOptions, read_text
+from kvjax_models.cli.progress import is_terminal
 from kvjax_models.fingerprint import tokenizer_fingerprint
-from kvjax_models.generation.batching import Request
+from kvjax_models.generation.batching import Request, seed_of_prompt
 from kvjax_models.generation.completions import generate_completions
 from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.saved_states import describe_differences, describe_generator
+from kvjax_models.generation.saved_states import describe_difference, describe_generator
 from kvjax_models.language_model import LanguageModel
 
 FORMAT = 3  # of OUT.jsonl.run.json
@@ -75,7 +75,7 @@ def complete_file(
     )
     output = Output(pathlib.Path(output_file), _manifest(llm, generator, lines, stop), len(lines), resume=resume)
     requests = [line.request for line in lines if line.request.number not in output.rows]
-    is_quiet = not devices.is_first_process() or sys.stderr is None
+    is_quiet = options.quiet or not is_terminal() or not devices.is_first_process()
     with tqdm(total=len(lines), initial=len(output.rows), unit="prompt", disable=is_quiet) as progress:
         for completion in generate_completions(llm.tokenizer, generator, requests, stop=stop):
             line = lines[completion.number]
@@ -86,9 +86,7 @@ def complete_file(
             progress.update()
     output.finish()
     cache_bytes = format_bytes(generator.batch * generator.row_bytes)
-    write_status(
-        f"[{options.choice}: {len(requests)} prompts in {generator.batch} batch rows, whose caches take {cache_bytes}]"
-    )
+    options.write_summary(f"{len(requests)} prompts in {generator.batch} batch rows, whose caches take {cache_bytes}")
 
 
 class Output:
@@ -124,8 +122,8 @@ class Output:
             saved_manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"{manifest_path}, the manifest of {path}, cannot be read: {error}") from error
-        if differences := describe_differences(manifest, saved_manifest):
-            raise ValueError(f"{path} belongs to another run: {differences}")
+        if difference := describe_difference(manifest, saved_manifest):
+            raise ValueError(f"{path} belongs to another run: {difference}")
         if path.exists():
             self._read()
         devices.check_agreement(str(path), json.dumps(sorted(self.rows)))
@@ -216,7 +214,7 @@ def _parse_line(options: GenerationOptions, llm: LanguageModel, line: Any, numbe
     request = Request(
         llm.encode(prompt, options.chat_options),
         values.get("max_new_tokens", options.max_new_tokens),
-        seed=values.get("seed", options.seed + number),
+        seed=values.get("seed", seed_of_prompt(options.seed, number)),
         number=number,
     )
     if not request.prompt or request.max_new_tokens < 1:

@@ -203,7 +203,8 @@ def read_text(path: str) -> str:
     if path == "-" and sys.stdin is None:
         raise OSError("standard input is closed; pass a file")
     try:
-        return sys.stdin.read() if path == "-" else pathlib.Path(path).read_text("utf-8")
+        text = sys.stdin.read() if path == "-" else pathlib.Path(path).read_text("utf-8")
+        return text.removeprefix("\ufeff")  # a byte order mark, as editors on Windows write it
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
@@ -240,6 +241,6 @@ def describe_cache(generator: Generator, state: GenerationState) -> str:
     sizes = cache_sizes(generator, state)
     return (
         f"cache {format_bytes(sizes['cache_bytes'])} on the device, "
-        f"{sizes['cache_bytes'] / sizes['full_cache_bytes']:.1%} of the full cache, "
+        f"{sizes['cache_bytes'] / sizes['full_cache_bytes']:.1%} of a full bfloat16 cache, "
         f"{format_bytes(sizes['host_bytes'])} on the host; {format_bytes(sizes['read_bytes'])} read per token"
     )

@@ -8,6 +8,8 @@ from typing import Any
 import simple_parsing
 from absl import flags
 
+from kvjax.messages import did_you_mean
+
 
 class HelpFormatter(simple_parsing.help_formatter.SimpleHelpFormatter):
     """Omits internal names of argument groups, and escapes percent signs."""
@@ -47,13 +49,45 @@ def parse(parser: simple_parsing.ArgumentParser, args: Sequence[str]) -> Any:
         The parser's namespace.
     """
     try:
-        namespace, other_flags = parser.parse_known_args(list(map(_with_underscores, args)))
+        arguments = list(map(_with_underscores, args))
+        namespace, other_flags = parser.parse_known_args(arguments)
+        _check_names(parser, arguments, other_flags)
         unknown = flags.FLAGS(["", *other_flags])[1:]
     except (ValueError, flags.Error) as error:
         parser.error(str(error))
     if unknown:
         parser.error(f"unknown arguments: {unknown}")
     return namespace
+
+
+def _check_names(parser: argparse.ArgumentParser, arguments: Sequence[str], others: Sequence[str]) -> None:
+    """Checks the names of options that a parser does not know.
+
+    Args:
+        parser: the parser.
+        arguments: all arguments.
+        others: the arguments that it does not know, among them flags of absl.
+
+    Raises:
+        ValueError: if an option is unknown to absl, too; suggests a similar one of the command.
+    """
+    options = _option_names(parser, arguments)
+    for argument in others:
+        name = argument.partition("=")[0]
+        flag = name.lstrip("-")
+        if name.startswith("--") and flag and not {flag, flag.removeprefix("no")} & set(flags.FLAGS):
+            raise ValueError(f"unknown option {name}; {did_you_mean(name, options)}--help lists the options")
+
+
+def _option_names(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
+    """Returns the names of the options of a parser and of its subcommand in the arguments."""
+    names: list[str] = []
+    for action in parser._actions:
+        names += action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for command in [one for one in arguments if one in action.choices][:1]:
+                names += _option_names(action.choices[command], arguments)
+    return names
 
 
 def _with_underscores(argument: str) -> str:

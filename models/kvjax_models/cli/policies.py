@@ -6,8 +6,12 @@ import re
 
 import simple_parsing
 
-from kvjax.registry import POLICIES, settings_of
+from kvjax.messages import did_you_mean, shorten
+from kvjax.registry import POLICIES, PolicyChoice, settings_of
 from kvjax_models.cli.options import write_output
+from kvjax_models.generation.auto_policy import DEFAULT_BUDGET, resolve_auto
+
+_AUTO_SUMMARY = "The recommended policy: KVzip with one budget for all layers and heads, quantized."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,18 +28,35 @@ class Policies:
         """
         if self.name is None:
             write_output(list_policies())
+        elif self.name == "auto":
+            write_output(describe_auto())
         elif self.name in POLICIES:
             write_output(describe_policy(self.name))
         else:
-            raise ValueError(f"policy {self.name!r} must be one of {', '.join(sorted(POLICIES))}")
+            suggestion = did_you_mean(self.name, ["auto", *POLICIES])
+            raise ValueError(
+                f"policy {shorten(self.name)} is unknown; {suggestion}choose auto or one of "
+                f"{', '.join(sorted(POLICIES))}"
+            )
 
 
 def list_policies() -> str:
     """Returns every policy with its summary."""
     width = max(map(len, POLICIES))
-    lines = [f"{name:{width}}  {_summary(POLICIES[name])}" for name in POLICIES]
+    lines = [f"{'auto':{width}}  {_AUTO_SUMMARY}"]
+    lines += [f"{name:{width}}  {_summary(POLICIES[name])}" for name in POLICIES]
     more = "kvjax policies NAME shows settings. All policies take full_layers=N, and --kv_dtype."
     return "\n".join([*lines, "", more, ""])
+
+
+def describe_auto() -> str:
+    """Describes `auto` for the command line, from the documentation of `resolve_auto`."""
+    rules = inspect.cleandoc(resolve_auto.__doc__ or "").split("\n\n")[1]
+    choice = PolicyChoice.parse("auto")
+    equivalent = f"It stands for {choice.name}:{choice.variant}, with settings for the model and the budget:"
+    return "\n".join(
+        ["auto", "", _AUTO_SUMMARY, "", equivalent, "", rules, "", f"Budget: {DEFAULT_BUDGET} by default", ""]
+    )
 
 
 def describe_policy(name: str) -> str:

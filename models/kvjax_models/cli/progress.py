@@ -1,11 +1,17 @@
 """A progress line on the terminal."""
 
 import sys
+import threading
 from collections.abc import Sequence
 
 from kvjax_models.devices import is_first_process
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import GenerationState
+
+
+def is_terminal() -> bool:
+    """Returns whether standard error is a terminal, which shows progress."""
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 class ProgressLine:
@@ -17,8 +23,7 @@ class ProgressLine:
         Args:
             quiet: whether to show nothing.
         """
-        is_terminal = sys.stderr is not None and sys.stderr.isatty()
-        self._is_shown = is_terminal and not quiet and is_first_process()
+        self._is_shown = is_terminal() and not quiet and is_first_process()
 
     def show(self, text: str) -> None:
         """Replaces the line by a text; an empty text removes it."""
@@ -28,7 +33,11 @@ class ProgressLine:
 
 
 def prefill(
-    generator: Generator, state: GenerationState, prompts: Sequence[Sequence[int]], line: ProgressLine
+    generator: Generator,
+    state: GenerationState,
+    prompts: Sequence[Sequence[int]],
+    line: ProgressLine,
+    stop: threading.Event | None = None,
 ) -> GenerationState:
     """Processes prompts like `Generator.prefill` and shows the progress.
 
@@ -37,14 +46,21 @@ def prefill(
         state: state before the prompts; its buffers are donated.
         prompts: token ids of each row.
         line: the progress line; empty afterwards.
+        stop: an event that ends the processing after a step.
 
     Returns:
         The state after the prompts.
+
+    Raises:
+        InterruptedError: if `stop` was set; the state is lost.
     """
     tokens = f"{sum(map(len, prompts)):,} tokens"
     line.show(f"compiling, then reading {tokens} ...")
     for number, result in enumerate(generator.prefill_steps(state, prompts), 1):
         line.show(f"reading {tokens}: step {number} ...")
+        if stop is not None and stop.is_set():
+            line.show("")
+            raise InterruptedError("reading the prompt was interrupted")
         new_state = result
     assert new_state is not None
     new_state.logits.block_until_ready()

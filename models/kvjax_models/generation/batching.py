@@ -20,10 +20,18 @@ from jaxtyping import Array, Bool, Int
 import kvjax
 from kvjax.budget import Budget, format_bytes
 from kvjax.distributed.sharding import DATA
+from kvjax.messages import shorten
 from kvjax_models import compile_cache
 from kvjax_models.generation.decode import NO_TOKEN, decode_block
 from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.state import GenerationState, check_faults, check_finite, compact_layers, constrain_state
+from kvjax_models.generation.state import (
+    GenerationState,
+    check_faults,
+    check_finite,
+    check_seed,
+    compact_layers,
+    constrain_state,
+)
 from kvjax_models.sharding import replicate
 
 MAX_ROWS = 2**16  # of a batch; far above what any device holds
@@ -144,15 +152,22 @@ def parse_batch_size(batch_size: int | str, generator: Generator) -> int:
     Raises:
         ValueError: if it is neither.
     """
-    size = Budget.of(batch_size)
-    if size.fraction is not None:
-        raise ValueError(f"batch_size={batch_size!r} must be a number of rows (8) or bytes for their caches (2GiB)")
-    if size.bytes is not None:
+    try:
+        size = Budget.of(batch_size)
+    except ValueError:
+        size = None
+    if size is not None and size.bytes is not None:
         return min(max_batch_size(generator, size.bytes), MAX_ROWS)
-    assert size.slots is not None
-    if not 1 <= size.slots <= MAX_ROWS:
-        raise ValueError(f"batch_size={batch_size!r} must be from 1 to {MAX_ROWS} rows")
+    if size is None or size.slots is None or size.slots > MAX_ROWS:
+        raise ValueError(
+            f"batch_size={shorten(batch_size)} must be from 1 to {MAX_ROWS} rows (8), or bytes for their caches (2GiB)"
+        )
     return size.slots
+
+
+def seed_of_prompt(seed: int, number: int) -> int:
+    """Returns the seed of a prompt by its number; seeds after the largest one continue with 0."""
+    return (int(check_seed(seed)) + number) % 2**32
 
 
 class _Rows:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from kvjax.messages import shorten
 from kvjax_models.formats.tokenizer import Streamer, Tokenizer
 from kvjax_models.generation.batching import FinishReason, Request, run_requests
 from kvjax_models.generation.generator import Generator
@@ -57,7 +58,7 @@ def generate_completions(
     """
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
     if not all(isinstance(string, str) for string in stop):
-        raise TypeError(f"stop={stop!r} must be a string or a list of strings")
+        raise TypeError(f"stop={shorten(stop)} must be a string or a list of strings")
     if not all(stop):
         raise ValueError("stop must not contain an empty string")
     rows: dict[int, _Row] = {}

@@ -13,8 +13,10 @@ from jaxtyping import Array, Bool, Float, Int
 import kvjax
 from kvjax.budget import row_bytes
 from kvjax.cache import layer_policy
+from kvjax.messages import shorten
 from kvjax.policy import Policy, merge_requirements
 from kvjax.quantization import KVDtype
+from kvjax.spec import check_integer
 from kvjax_models import compile_cache
 from kvjax_models.generation import decode as decode_lib
 from kvjax_models.generation import prefill as prefill_lib
@@ -76,7 +78,7 @@ class Generator:
         config = model.config
         for name, flag in (("streaming", streaming), ("allow_beyond_context", allow_beyond_context)):
             if not isinstance(flag, bool):
-                raise ValueError(f"{name}={flag!r} must be True or False")
+                raise ValueError(f"{name}={shorten(flag)} must be True or False")
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1 token")
         self.model, self.config = model, config
@@ -302,7 +304,13 @@ class Generator:
         Yields:
             The state and the new tokens, int32 [B, n], with `NO_TOKEN` after the end of a sequence. Only the newest
             state may be used.
+
+        Raises:
+            ValueError: if a number is not an integer or too small, or the caches have no capacity for the tokens.
         """
+        max_tokens = check_integer("max_tokens", max_tokens, minimum=0)
+        if stream_interval is not None:
+            stream_interval = check_integer("stream_interval", stream_interval, minimum=1)
         self.check_capacity(np.asarray(state.positions), np.where(np.asarray(state.done), 0, max_tokens))
         state = commit_to_device(state, self.mesh)
         total = in_block = 0

@@ -42,7 +42,6 @@ class NumberedSaves:
         """
         self.directory, self.keep = directory.absolute(), keep
         self._lock: filelock.BaseFileLock | None = None
-        self._intact: set[int] = set()  # steps that were written or verified by this object
 
     def lock(self, *, require_empty: bool = False) -> None:
         """Acquires the right to write, until this object is deleted or the process ends.
@@ -72,7 +71,7 @@ class NumberedSaves:
             step: number of the save.
             arrays: arrays by name.
             manifest: values that must be equal when the arrays are used again, as JSON.
-            notes: further values, as JSON.
+            notes: further values, as JSON; numbers and arrays of NumPy are written as numbers and lists.
 
         Raises:
             OSError: if the save cannot be written; the previous saves are unchanged.
@@ -91,14 +90,13 @@ class NumberedSaves:
                 shutil.rmtree(interrupted)
             partial.mkdir()
             for name, values in (("manifest", manifest), ("notes", notes)):
-                atomic_io.write_text(partial / f"{name}.json", json.dumps(values) + "\n")
+                atomic_io.write_text(partial / f"{name}.json", json.dumps(values, default=plain_json) + "\n")
             atomic_io.write_text(partial / _STEP, f"{step}\n")
 
         def finish() -> None:
             atomic_io.write_digests(partial)
             partial.rename(self.directory / str(step))
             atomic_io.fsync(self.directory)
-            self._intact.add(step)
             for old in self.steps()[: -self.keep]:
                 shutil.rmtree(self.directory / str(old))
 
@@ -179,15 +177,11 @@ class NumberedSaves:
 
     def _find_damage(self, step: int) -> str | None:
         """Returns a description of a save's damage; None if it is intact."""
-        if step in self._intact:
-            return None
         directory = self.directory / str(step)
         problem, number = atomic_io.find_damage(directory), directory / _STEP
         # Saves of older versions have no such file; `manifest` refuses them.
         if problem is None and number.exists() and (saved := number.read_text(encoding="utf-8").strip()) != str(step):
             problem = f"the directory was renamed: it holds the save of step {saved}"
-        if problem is None:
-            self._intact.add(step)
         return problem
 
     def _rename_damaged(self, step: int) -> None:
@@ -198,6 +192,20 @@ class NumberedSaves:
                 damaged = self.directory / f"{old}{_DAMAGED}"
                 shutil.rmtree(damaged, ignore_errors=True)
                 (self.directory / str(old)).rename(damaged)
+
+
+def plain_json(value: Any) -> Any:
+    """Converts a NumPy or JAX value for JSON.
+
+    Returns:
+        A number, or a list of numbers.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        return np.asarray(value).tolist()
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
 def write_arrays(directory: pathlib.Path, arrays: Mapping[str, Any]) -> None:

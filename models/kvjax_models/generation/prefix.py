@@ -6,14 +6,16 @@ import pathlib
 from collections.abc import Sequence
 
 import kvjax
+from kvjax.spec import check_integer
 from kvjax_models.fingerprint import tokenizer_fingerprint
 from kvjax_models.formats.tokenizer import CONTEXT_TOKENS, Tokenizer
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.generation.state import GenerationState
+from kvjax_models.prompts import Prompt, as_prompts, check_prompt, is_prompt
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Prefix:
     """A text in the cache of one batch row. `LanguageModel.prefix` and `LanguageModel.restore_prefix` create it.
 
@@ -32,12 +34,13 @@ class Prefix:
     context: tuple[int, ...] | None
 
     def generate(
-        self, prompt: str | Sequence[str], *, max_new_tokens: int | None = None, seed: int = 0
+        self, prompt: Prompt | Sequence[Prompt], *, max_new_tokens: int | None = None, seed: int = 0
     ) -> str | list[str]:
         """Continues the text with each prompt; the prefix does not change.
 
         Args:
-            prompt: a text that follows the prefix, or a list of alternative ones, which are processed as one batch.
+            prompt: a text that follows the prefix, or messages, which follow it in the model's chat template; or a list
+                of alternative ones, which are processed as one batch.
             max_new_tokens: maximum number of new tokens; by default as many as the cache has capacity for.
             seed: seed of sampling.
 
@@ -46,12 +49,30 @@ class Prefix:
 
         Raises:
             ValueError: if a prompt is empty, or prompt and new tokens exceed the capacity of the cache.
+            TypeError: if a prompt is neither a text nor a list of messages.
         """
-        texts = [prompt] if isinstance(prompt, str) else list(prompt)
-        prompts = [self.tokenizer.encode_continuation(text, self.context) for text in texts]
+        is_single = is_prompt(prompt)
+        prompts = [self._encode(one) for one in as_prompts([prompt] if is_single else prompt)]
         rows, _ = self.continue_tokens(prompts, max_new_tokens, seed=seed)
         answers = self.decode(rows, prompts)
-        return answers[0] if isinstance(prompt, str) else answers
+        return answers[0] if is_single else answers
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        """Converts a text or messages to the tokens that follow the prefix."""
+        check_prompt(prompt)
+        text = prompt if isinstance(prompt, str) else self.tokenizer.render_turn(prompt)
+        return self.tokenizer.encode_continuation(text, self.context)
+
+    def __repr__(self) -> str:
+        """Returns the sizes of the cache, without its arrays."""
+        generator = self.generator
+        policies = list(dict.fromkeys(map(str, generator.policies)))
+        more = f" and {len(policies) - 1} more" if len(policies) > 1 else ""
+        return (
+            f"Prefix(num_tokens={self.num_tokens}, cache_bytes={kvjax.cache_bytes(self.state.layers).device:,},\n"
+            f"       max_prompt_tokens={generator.max_prompt_tokens}, max_new_tokens={generator.max_new_tokens},\n"
+            f"       policy={policies[0]}{more})"
+        )
 
     def continue_tokens(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int | None = None, *, seed: int = 0
@@ -66,7 +87,9 @@ class Prefix:
         Returns:
             The new tokens of each prompt, and the state after them.
         """
-        if max_new_tokens is None:
+        if max_new_tokens is not None:
+            max_new_tokens = check_integer("max_new_tokens", max_new_tokens, minimum=1)
+        else:
             capacity = self.generator.max_prompt_tokens + self.generator.max_new_tokens
             max_new_tokens = max(capacity - self.num_tokens - max(map(len, prompts), default=0), 1)
         generator = self.generator.with_batch(len(prompts))

@@ -2,7 +2,7 @@
 
 A directory contains one run: `states`, which are `NumberedSaves`, and the model's `parameters`, written once.
 Each state is saved with a manifest of its format, model, policies, sizes and run. A state with another manifest is
-refused, and the error lists the differences.
+refused, and the error names the first difference.
 """
 
 import dataclasses
@@ -21,11 +21,12 @@ from jaxtyping import Array
 
 import kvjax
 from kvjax.distributed.memory import is_on_host
+from kvjax.messages import shorten
 from kvjax.spec import check_integer
 from kvjax_models import atomic_io
 from kvjax_models.fingerprint import model_fingerprint
 from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.numbered_saves import NumberedSaves, write_arrays
+from kvjax_models.generation.numbered_saves import NumberedSaves, plain_json, write_arrays
 from kvjax_models.generation.state import GenerationState
 from kvjax_models.model.llama import Llama
 
@@ -103,11 +104,11 @@ class SavedStates:
             The state.
 
         Raises:
-            ValueError: if the state has another format, model, policy, size or run, with the differences.
+            ValueError: if the state has another format, model, policy, size or run, with the first difference.
         """
         step = self._states.newest()
-        if differences := describe_differences(_manifest(generator, run), self._states.manifest(step)):
-            raise ValueError(f"the state of step {step} in {self.directory} belongs to another run: {differences}")
+        if difference := describe_difference(_manifest(generator, run), self._states.manifest(step)):
+            raise ValueError(f"the state of step {step} in {self.directory} belongs to another run: {difference}")
         template = generator.init_state()
         arrays = self._states.arrays(step, _abstract_arrays(template))
         return RestoredState(step, _with_arrays(template, arrays), self._states.notes(step))
@@ -203,7 +204,7 @@ def describe_generator(generator: Generator) -> dict[str, Any]:
     }
 
 
-def describe_differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> str | None:
+def describe_difference(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> str | None:
     """Compares the manifests of two saves.
 
     Args:
@@ -211,24 +212,24 @@ def describe_differences(expected: Mapping[str, Any], actual: Mapping[str, Any])
         actual: manifest of the save.
 
     Returns:
-        The differing values; None for equal manifests. Manifests of other formats differ in the format only.
+        The first difference; None for equal manifests. Sizes, on which the other values depend, come first.
     """
-    expected = json.loads(json.dumps(expected))  # tuples become lists
-    names = ["format"] if expected["format"] != actual.get("format") else list(expected)
+    expected = json.loads(json.dumps(expected, default=plain_json))  # tuples become lists
+    order = {name: number for number, name in enumerate(("format", "model", "sizes"))}
+    names = sorted(expected, key=lambda name: order.get(name, len(order)))
     differing = [name for name in names if expected[name] != actual.get(name)]
-    return (
-        "; ".join(f"{name} is {_describe_difference(expected[name], actual.get(name))}" for name in differing) or None
-    )
+    return _first_difference(differing[0], expected[differing[0]], actual.get(differing[0])) if differing else None
 
 
-def _describe_difference(expected: Any, actual: Any) -> str:
-    """Returns both values without equal entries of mappings; of lists, the first difference."""
+def _first_difference(name: str, expected: Any, actual: Any) -> str:
+    """Returns the name of the first value that differs, and both values."""
     if isinstance(actual, list) and isinstance(expected, list) and len(actual) == len(expected):
-        actual, expected = next(pair for pair in zip(actual, expected, strict=True) if pair[0] != pair[1])
+        index = next(index for index in range(len(actual)) if actual[index] != expected[index])
+        return _first_difference(f"{name}[{index}]", expected[index], actual[index])
     if isinstance(actual, Mapping) and isinstance(expected, Mapping):
-        names = [name for name in {**actual, **expected} if actual.get(name) != expected.get(name)]
-        actual, expected = ({name: values.get(name) for name in names} for values in (actual, expected))
-    return f"{actual}, not {expected}"
+        key = next(key for key in {**expected, **actual} if actual.get(key) != expected.get(key))
+        return _first_difference(f"{name}.{key}", expected.get(key), actual.get(key))
+    return f"{name} is {shorten(actual)}, not {shorten(expected)}"
 
 
 def _manifest(generator: Generator, run: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 import kvjax
 from kvjax.cache import with_counters
 from kvjax.distributed.sharding import shardings
+from kvjax.messages import shorten
 from kvjax.policy import Policy
 from kvjax.quantization import KVDtype
 from kvjax.state import count_row_faults, fault, row_randomness, state
@@ -179,7 +180,7 @@ def check_seed(seed: int) -> np.uint32:
         ValueError: if the seed is not an integer of 32 bits.
     """
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed!r} must be an integer from 0 to 2**32 - 1")
+        raise ValueError(f"seed={shorten(seed)} must be an integer from 0 to 2**32 - 1")
     return np.uint32(seed)
 
 

@@ -1,0 +1,30 @@
+"""Parts of error messages: shortened values and suggestions for misspelled names."""
+
+import difflib
+import reprlib
+from collections.abc import Iterable
+from typing import Any
+
+_MAX_LENGTH = 100  # characters of a value in a message
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = _MAX_LENGTH
+
+
+def shorten(value: Any) -> str:
+    """Returns the repr of a value, of which long texts, numbers and sequences are cut in the middle."""
+    return _REPR.repr(value)
+
+
+def did_you_mean(name: Any, names: Iterable[str]) -> str:
+    """Returns a suggestion for a misspelled name.
+
+    Args:
+        name: the name as a user wrote it.
+        names: the valid names.
+
+    Returns:
+        "did you mean 'x'? ", or an empty text if no valid name is similar.
+    """
+    similar = difflib.get_close_matches(str(name)[:_MAX_LENGTH], list(names), n=1)
+    return f"did you mean {similar[0]!r}? " if similar else ""
