@@ -1,4 +1,4 @@
-"""BalanceKV (Kochetkova et al. 2025), Algorithm 1, with its error bound. `BalanceKV` is the paper's practical system."""
+"""BalanceKV (Kochetkova et al. 2025), Algorithm 1, with its error bound. `BalanceKV` is its practical system."""
 
 import dataclasses
 import functools
