@@ -359,6 +359,8 @@ def _compare_figures(compare: Mapping[str, Any], figures: Sequence[Mapping[str, 
         lines.append(line)
     if compare.get("mean"):
         differences = differences[-1:]
+    if compare.get("shown_only"):
+        differences = []
     return differences, markdown_table(columns, lines) if lines else ""
 
 

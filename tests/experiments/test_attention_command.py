@@ -52,7 +52,7 @@ def test_similarity_of_keys_and_values_against_loops():
 
 def test_pages_and_clusters_select_what_a_loop_selects(tmp_path):
     options = attention.Options(
-        stream=("tight",), measure=("recall",), tokens=512 + 16, seeds=2, queries=8, budget=("12.5%",),
+        stream=("tight",), measure=("recall",), tokens=512 + 16, seeds=2, queries=8, budget=("64",),
         output_dir=str(tmp_path),
     )  # fmt: skip
     attention.main(options)
@@ -69,9 +69,9 @@ def test_pages_and_clusters_select_what_a_loop_selects(tmp_path):
             if step >= 2:
                 hits.append(len(pages & before) / 4)
             before = pages
-    assert found["pages of 16 @ 12.5%", "recall"] == pytest.approx(np.mean(recalls), abs=1e-3)
-    assert found["pages of 16 @ 12.5%", "hit_rate_1"] == pytest.approx(np.mean(hits), abs=1e-3)
-    assert found["clusters of 16 @ 12.5%", "recall"] > 2 * found["pages of 16 @ 12.5%", "recall"]
+    assert found["pages of 16 @ 64", "recall"] == pytest.approx(np.mean(recalls), abs=1e-3)
+    assert found["pages of 16 @ 64", "hit_rate_1"] == pytest.approx(np.mean(hits), abs=1e-3)
+    assert found["clusters of 16 @ 64", "recall"] > 2 * found["pages of 16 @ 64", "recall"]
     assert all(found[name, "hit_rate_1"] <= found[name, "hit_rate_2"] for name in {name for name, _ in found})
 
 

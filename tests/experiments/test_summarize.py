@@ -223,7 +223,7 @@ def test_papers_are_complete_and_their_pages_are_current(path, tmp_path):
     paper = tomllib.loads(path.read_text())
     assert len({result["name"] for result in paper["results"]}) == len(paper["results"])
     for result in paper["results"]:
-        assert result["claim"] and result["title"] and ("command" in result or "needs" in result)
+        assert result["claim"] and result["title"] and {"command", "needs", "note"} & result.keys()
         assert all(len(cells) == len(result["columns"]) for cells in result.get("rows", ()))
     render.main(render.Options(output_dir=str(tmp_path)))
     page = (tmp_path / f"{path.stem}.md").read_text()
