@@ -82,8 +82,9 @@ def test_full_heads_take_their_slots_from_the_others(tmp_path):
     for layer in range(2):
         cache = prefilled(policy, stream, dataclasses.replace(spec, layer=layer))
         for group in cache.state:
-            window_slots = group.window.keys.shape[2] if isinstance(group, ChelseaState) else 0
-            slots += group.keys.shape[1] * (window_slots + group.keys.shape[2])
+            centroids = kvjax.Chelsea(remaining, **OPTIONS).num_centroids
+            is_chelsea = isinstance(group, ChelseaState)
+            slots += group.keys.shape[1] * (group.window.slots + centroids if is_chelsea else group.keys.shape[2])
         cache, outputs[layer], _ = go(cache, after(stream, LENGTHS))
         kvjax.raise_faults(cache)
     assert slots == 2 * (full + remaining)

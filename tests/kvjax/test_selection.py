@@ -390,7 +390,7 @@ def test_prompts_without_what_a_policy_requires_are_refused():
 def test_layers_have_their_shares_of_the_budget():
     def slots(policy, kv_dtype=None):
         specs = [make_spec(layer=layer, layers=2, kv_dtype=kv_dtype) for layer in range(2)]
-        return [kvjax.init(policy, spec, row_keys()).state.keys.shape[2] for spec in specs]
+        return [kvjax.init(policy, spec, row_keys()).state.slots for spec in specs]
 
     policy = kvjax.PolicyChoice.parse("leverage_scores:layer_budget_scale=(0.75,2.5)@32").make()
     # A layer has at most one slot per token.

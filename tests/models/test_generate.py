@@ -225,7 +225,7 @@ def test_each_layer_may_have_its_own_policy():
     assert generator.policies == (EXACT, kvjax.SlidingWindow(20, compact_every=PERIOD), policies[2])
     state = start(generator)
     assert state.layers[0].state.keys.shape[2] == 192  # rounded up to blocks
-    assert state.layers[1].state.keys.shape[2] == 20 and state.layers[2].state.window.keys.shape[2] == 40
+    assert state.layers[1].state.keys.shape[2] == 24 and state.layers[2].state.window.keys.shape[2] == 40
     rows, _ = generator.decode_all(state, 20)
     assert [len(row) for row in rows] == [20] * 3
 
