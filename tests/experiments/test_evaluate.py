@@ -19,6 +19,7 @@ from experiments.common.units import encode, make_units
 from experiments.tasks.task import Document, Question, Task
 from kvjax_models.generation.generator import generate
 from tests.experiments.support import request
+from tests.kvjax.support import each
 from tests.models import tiny
 
 EXACT, SNAPKV = Setting("exact"), Setting("snapkv:window_size=16,compact_every=16", "60%")
@@ -77,7 +78,7 @@ def full_answers(llm, task):
     return rows
 
 
-@pytest.mark.parametrize("questions, batch", [(1, 2), (2, 2), (2, 1), (3, 2), (2, 8)])
+@pytest.mark.parametrize("questions, batch", each([(1, 2), (2, 2), (2, 1), (3, 2), (2, 8)], quick=[(2, 2), (3, 2)]))
 def test_answers_of_the_full_cache_equal_direct_generation(llm, questions, batch, tmp_path):
     task = make_task(questions=questions)
     expected = full_answers(llm, task)
@@ -167,7 +168,7 @@ def test_impossible_settings_are_rows_with_errors_and_run_again(llm, tmp_path):
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 18
 
 
-@pytest.mark.parametrize("seen", [False, True])
+@pytest.mark.parametrize("seen", each([False, True], quick=[True]))
 def test_choices_are_compared_by_mean_log_probability(llm, seen, tmp_path):
     task = make_task("choose")
     rows = run(llm, task, [EXACT], tmp_path / "rows.jsonl", seen)

@@ -53,8 +53,9 @@ def test_a_plan_reports_programs_that_do_not_fit(tmp_path):
     assert exchanged and max(exchanged) <= 4 * 16 * CONFIG["vocab_size"]
 
 
+@pytest.mark.heavy
 @needs_compiler
-@pytest.mark.parametrize("query_heads", [4, pytest.param(6, marks=pytest.mark.heavy)])  # two, and three for two chips
+@pytest.mark.parametrize("query_heads", [4, 6])  # two, and three for two chips
 def test_chips_share_the_tokens_of_a_long_prompt(tmp_path, query_heads):
     sizes = ("--batch=1", "--context_tokens=131072", "--policy=exact")
     rows = planned(tmp_path, *sizes, num_attention_heads=query_heads)

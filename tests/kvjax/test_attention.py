@@ -312,7 +312,7 @@ EXACT_CASES = {
 
 
 @pytest.mark.parametrize(
-    "case", each(EXACT_CASES, quick=EXACT_CASES.keys() - ROOMY.keys() | {"h2o", "clusterkv", "streaming_llm_reindexed"})
+    "case", each(EXACT_CASES, quick=EXACT_CASES.keys() - ROOMY.keys() | {"clusterkv", "streaming_llm_reindexed"})
 )
 def test_budgets_of_all_tokens_with_options_of_a_layer(case):
     """Attention is exact, in blocks and after compactions."""

@@ -33,7 +33,7 @@ HEAD = 1  # the head of `ByHead` that has the policy; head 0 is exact
 
 every_policy = pytest.mark.parametrize("name", each(POLICIES, quick=("uniform",)))
 every_retrieval = pytest.mark.parametrize("name", each(RETRIEVAL, quick=("quest",)))
-plain_and_quantized = pytest.mark.parametrize("kv_dtype", [None, "int8"])
+plain_and_quantized = pytest.mark.parametrize("kv_dtype", each([None, "int8"], quick=("int8",)))
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from kvjax.state import state
 from kvjax.stores import window as windows
 from kvjax.stores.staging import Counters, Staging, append, init_staging, take_staged
 from kvjax.stores.window import Window, init_window
-from tests.kvjax.support import make_spec, row_keys
+from tests.kvjax.support import each, make_spec, row_keys
 
 BATCH, SLOTS, WIDEST = 3, 6, 3
 SPEC = make_spec(head_dim=2, rope_frequencies=None)
@@ -100,7 +100,9 @@ appends = st.tuples(st.integers(1, WIDEST), st.lists(st.integers(0, WIDEST), min
 histories = st.lists(st.one_of(st.none(), appends), max_size=14)
 
 
-@pytest.mark.parametrize("sinks, recent", [(2, 4), (0, 3), (3, 0), (0, 0), (2, 9)])
+@pytest.mark.parametrize(
+    "sinks, recent", each([(2, 4), (0, 3), (3, 0), (0, 0), (2, 9)], quick=[(2, 4), (0, 3), (3, 0)])
+)
 @settings(max_examples=40, deadline=None)
 @given(history=histories)
 def test_staging_and_compaction_equal_list_operations(sinks, recent, history):
