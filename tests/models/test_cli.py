@@ -257,13 +257,17 @@ def test_a_full_disk_is_an_error_of_one_line(tmp_path):
 
 
 def test_an_interrupt_ends_the_command_within_a_second(tmp_path):
-    # The signal arrives while the model is loaded and its programs are compiled.
+    # The signal arrives while the main thread is in a call of 30 seconds, such as a compilation.
     (tmp_path / "module.py").write_text(
         "import os, signal, threading, time\n"
+        "from kvjax_models.generation.generator import Generator\n"
         "def interrupt():\n"
         f"    open({str(tmp_path / 'time')!r}, 'w').write(str(time.time()))\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "threading.Timer(1.5, interrupt).start()\n"
+        "def prefill(*args, **options):\n"
+        "    threading.Timer(0.5, interrupt).start()\n"
+        "    time.sleep(30)\n"
+        "Generator.prefill_steps = prefill\n"
     )
     options = f'{MODEL} --prompt="Read the record." --max_new_tokens=100 --policy_module={tmp_path / "module.py"}'
     process = run_bash(f"$KVJAX generate {options}; status=$?; date +%s.%N; exit $status")

@@ -422,9 +422,9 @@ def test_attention_received_from_repetitions_equals_the_scores_of_the_policy(opt
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.heavy),
         {"windows": (None, 20, None), "attention_sinks": True, "attention_logit_cap": 5.0},
-        {"norms": "sandwich", "residual_scale": 0.5, "output_bias": True},
+        pytest.param({"norms": "sandwich", "residual_scale": 0.5, "output_bias": True}, marks=pytest.mark.heavy),
     ],
     ids=["plain", "window, sinks and cap", "norms and scale"],
 )

@@ -167,7 +167,9 @@ def test_loading_names_the_download_before_any_network_access(model, monkeypatch
     monkeypatch.setattr(known_models.subprocess, "Popen", unreachable)
     with pytest.raises(FileNotFoundError, match=r"tiny is not in .*models; run `kvjax download tiny` once"):
         language_model.load("tiny")
-    with pytest.raises(FileNotFoundError, match=r"smollm is neither .* nor a known model \(smollm2-135m, gemma-3-270m"):
+    with pytest.raises(
+        FileNotFoundError, match=r"'smollm' is neither .* nor a known model \(smollm2-135m, gemma-3-270m"
+    ):
         language_model.load("smollm")
     with pytest.raises(AssertionError, match="network access"):
         language_model.load("owner/smollm2-135m")

@@ -96,7 +96,7 @@ def test_saves_name_the_dtype_of_weights(llms, tmp_path):
     saves = SavedStates(tmp_path / "run")
     saves.save(0, generators[1], state, {}, {})
     assert saves.restore(generators[1], {})[0] == 0
-    with pytest.raises(ValueError, match="model is {'weight_dtype': 'int8'.* not {'weight_dtype': 'float32'"):
+    with pytest.raises(ValueError, match="model.weight_dtype is 'int8'.* not 'float32'"):
         saves.restore(generators[0], {})
 
 

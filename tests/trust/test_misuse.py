@@ -118,7 +118,7 @@ def run_eagerly(policy):
     return [output, kvjax.normalize(partials)], kvjax.num_tokens(cache), kvjax.read_bytes(cache), cache
 
 
-@pytest.mark.parametrize("name", each(POLICIES, quick=["exact", "subgen"]))
+@pytest.mark.parametrize("name", each(POLICIES, quick=["uniform"]))
 def test_flags_of_jax_have_no_effect(name):
     """Outputs are bitwise equal and dtypes unchanged under 64-bit types and strict promotion."""
     (queries, keys, values), *blocks = make_blocks()
