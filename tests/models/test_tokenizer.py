@@ -386,10 +386,8 @@ def test_tokens_and_chat_equal_transformers(backend, tmp_path, add_bos_token):
 
 
 def test_fingerprints_write_nothing_to_standard_output(capfd):
-    # The library prints a warning when it serializes a vocabulary with holes.
+    # Before 0.23, the library prints a warning when it serializes a vocabulary with holes.
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 2, "c": 5}, unk_token="a"))
-    backend.to_str()
-    assert "holes" in capfd.readouterr().out
     assert len(tokenizer_fingerprint(bare(backend))) == 64
     print("text")
     assert capfd.readouterr().out == "text\n"
