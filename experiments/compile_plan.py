@@ -4,7 +4,7 @@
     python -m experiments.compile_plan --step decode_128k --layers 32
 
 The compiler is JAX's for CUDA, which `make aot-gpu` installs. The layers of a model are equal, so that few of them are
-compiled; the bytes of weights and caches are those of all layers. The command prints the compile time, temporaries and
+compiled; the bytes of weights and caches count all layers. The command prints the compile time, temporaries and
 kernels of every program, and fails if a program does not compile or a step needs more than the memory of the device.
 """
 

@@ -1,13 +1,13 @@
 """Measures kernels, decode steps and memory on a GPU machine, the most important figures first.
 
-    python3 -m experiments.device --seconds 470 --output_dir OUT
+    PYTHONPATH=models python3 -m experiments.device --seconds 470 --output_dir OUT
     python3 -m experiments.device --quick true --output_dir OUT          # small sizes, on any machine
     python3 -m experiments.device --step decode_128k --step throughput --seconds 200 --output_dir OUT
 
-It needs no network, no installation and no make. Every step is a process with a time limit; what it measures is on disk
-at once, and a step that fails or exceeds its limit does not stop the others. OUT gets `results.jsonl` (a row per test,
-kernel, setting and step), `log.txt` and `summary.md`. `experiments.compile --plan true` compiles the programs of all
-steps without a GPU.
+It needs no network, no installation and no make; PYTHONPATH must contain `models`. Every step is a process with a time
+limit. Each row is on disk at once, and a step that fails or exceeds its limit does not stop the others. OUT gets
+`results.jsonl` (a row per test, kernel, setting and step), `log.txt` and `summary.md`. `experiments.compile_plan`
+compiles the programs of all steps without a GPU.
 """
 
 import contextlib
@@ -161,7 +161,7 @@ def run_step(step: Step, directory: pathlib.Path, seconds: float) -> str | None:
         seconds: time limit.
 
     Returns:
-        The problem; None if there is none.
+        The problem, or None.
     """
     results, option = directory / RESULTS, "--output" if step.module.startswith("pallas_kernels") else "--results"
     words = [sys.executable, "-m", step.module, *step.flags, option, str(results)]

@@ -185,7 +185,7 @@ def measure_latency(options: Options, llm: LanguageModel, context: int) -> Itera
                 values["ms_per_token_ratio"] = median_interval(step / decoded[full].step)
                 values["decode_memory_ratio"] = values["decode_bytes"] / timing.program_bytes(programs[full])
             yield labels, values
-    for name in peers:
+    for name in peers.keys() & decoded.keys():
         values = {"ms_per_token": median_interval(1e3 * decoded[name].step)}
         values["ms_per_token_ratio"] = median_interval(decoded[name].step / decoded[options.settings[0]].step)
         yield {"setting": name, **common}, values
@@ -308,6 +308,8 @@ def main(options: Options) -> None:
         for title, measured in parts.items():
             first = len(figures)
             for labels, values in measured:
+                if "problem" in labels:
+                    print(f"{labels['setting']} failed: {labels['problem']}")
                 if options.results is not None:
                     row = {"measure": title.partition(":")[0], "device": jax.devices()[0].device_kind}
                     append_row(pathlib.Path(options.results), row | labels | values)

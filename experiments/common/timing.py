@@ -23,7 +23,13 @@ from kvjax_models.generation import lowering
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill import PrefilledLayer, compress_layer, embed, prefill_layers
 from kvjax_models.generation.repetition import make_repetitions, repeat_layer
-from kvjax_models.generation.state import GenerationState, commit_to_device, compact_layer, compact_layers
+from kvjax_models.generation.state import (
+    GenerationState,
+    commit_to_device,
+    compact_layer,
+    compact_layers,
+    first_equal_layers,
+)
 from kvjax_models.model.llama import Llama, parameter_bytes
 from pallas_kernels.benchmarking import describe
 
@@ -117,10 +123,6 @@ def lower_sequence(
     Returns:
         By name: the compression and compaction of every kind of layer, and a block of decode steps.
     """
-    kinds: dict[Any, int] = {}
-    for number, cache in enumerate(state.layers):
-        leaves, structure = jax.tree.flatten(cache)
-        kinds.setdefault((structure, tuple((x.shape, x.dtype) for x in leaves)), number)
     decoded = state
     if rows > 1:
         shapes = jax.eval_shape(functools.partial(_repeat_rows, rows=rows), state)
@@ -131,7 +133,7 @@ def lower_sequence(
             lowering.lower_decode, generator.with_batch(rows), decoded, sharding if is_abstract else None
         )
     }
-    for number in kinds.values():
+    for number in sorted(set(first_equal_layers(generator.policies, generator.specs, generator.mesh))):
         programs[f"compression of layer {number}"] = functools.partial(
             lowering.lower_compression, state.layers[number], state.counters, layer, lengths
         )

@@ -111,7 +111,7 @@ def init_state(
         The state.
     """
     layers = []
-    for number, equal in enumerate(_first_equal_layers(policies, specs, mesh)):
+    for number, equal in enumerate(first_equal_layers(policies, specs, mesh)):
         cache, counters = _init_layer(policies[equal], specs[equal], mesh, seed, np.int32(number))
         layers.append(cache)
     return GenerationState(
@@ -120,7 +120,7 @@ def init_state(
 
 
 @functools.lru_cache(maxsize=64)
-def _first_equal_layers(
+def first_equal_layers(
     policies: tuple[Policy, ...], specs: tuple[kvjax.CacheSpec, ...], mesh: Mesh | None
 ) -> tuple[int, ...]:
     """Returns for every layer the first layer whose empty cache has the same structure, static fields and shapes."""
