@@ -14,8 +14,8 @@ musique, nq, quality, tpo, coursera, scientific_qa, multidoc_qa, gov_report, kv_
 gsm8k_trace, humaneval_trace, perplexity_books, perplexity_wikitext2, stream_books, stream_wikitext2, longbench:NAME,
 longbench_e:NAME. Most of them read published files from `--data_dir`; an error names the file and its source.
 
-Rows are JSON Lines. A second start with the same output continues an interrupted run. Budgets in percent refer to a
-full bfloat16 cache.
+Rows are JSON Lines. A second start with the same output continues an interrupted run. A budget in percent is a share of
+the compressed text's full bfloat16 cache; the bytes of question and answer come beside it, and rows have both.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ class Options(Flags):
     model: str = "smollm2-135m"  # Name of `kvjax models`, GGUF file or Hugging Face directory.
     task: tuple[str, ...] = repeatable("niah_single_2:docs")  # Tasks; repeatable.
     policy: tuple[str, ...] = repeatable("exact", "snapkv")  # NAME or NAME:setting=value,...; repeatable.
-    budget: tuple[str, ...] = repeatable("25%")  # Share of a full bfloat16 cache, slots or bytes; repeatable.
+    budget: tuple[str, ...] = repeatable("25%")  # Share of the text's full bfloat16 cache, slots or bytes; repeatable.
     kv_dtype: tuple[str, ...] = repeatable("none")  # Quantization formats (int8, int4, "int8,int4"); repeatable.
     question: tuple[str, ...] = repeatable("unseen", choices=("unseen", "seen"))  # Repeatable.
     tokens: int = 2048  # Maximum number of tokens of prompt and answer.

@@ -47,12 +47,23 @@ class Setting:
         parts: Any = tuple(self.kv_dtype.split(","))
         return parts[0] if len(parts) == 1 else parts
 
-    def fit(self, spec: kvjax.CacheSpec, tokens: int) -> Policy:
-        """Returns the policy for a cache of `tokens` tokens; percentages are of a full bfloat16 cache."""
+    def fit(self, spec: kvjax.CacheSpec, tokens: int, tail_tokens: int = 0) -> Policy:
+        """Returns the policy for a text.
+
+        Args:
+            spec: spec of the caches.
+            tokens: tokens of the text; a budget in percent is a share of its full bfloat16 cache.
+            tail_tokens: tokens after the text, whose bytes (`tail_bytes`) are added to a budget in percent.
+
+        Returns:
+            The policy.
+        """
         choice = PolicyChoice.parse(self.policy)
         reference = dataclasses.replace(spec, window=None, dtype=REFERENCE_DTYPE)
         budget = Budget.parse(self.budget) if self.budget else None
-        return dataclasses.replace(choice, budget=budget).fit(reference, tokens)
+        return dataclasses.replace(choice, budget=with_tail(budget, reference, tokens, tail_tokens)).fit(
+            reference, tokens
+        )
 
 
 def parse_settings(
@@ -87,6 +98,7 @@ def make_generator(
     max_prompt_tokens: int,
     max_new_tokens: int,
     budget_tokens: int,
+    tail_tokens: int = 0,
     streaming: bool = False,
 ) -> Generator:
     """Returns a generator.
@@ -98,6 +110,7 @@ def make_generator(
         max_prompt_tokens: maximum length of prompts.
         max_new_tokens: maximum number of tokens after them.
         budget_tokens: tokens of the full cache that a budget in percent refers to.
+        tail_tokens: tokens after the text, such as question and answer, whose bytes come beside such a budget.
         streaming: whether prompts are processed through the compressed cache.
 
     Returns:
@@ -112,9 +125,36 @@ def make_generator(
     spec = dataclasses.replace(cache_specs(llm.model, **sizes)[0], dtype=REFERENCE_DTYPE)
     choice, _, kv_dtype = resolve_auto(llm.model, setting.policy, setting.budget, setting.formats, spec, budget_tokens)
     setting = dataclasses.replace(setting, policy=str(choice))
-    policy = setting.fit(dataclasses.replace(spec, kv_dtype=kv_dtype), budget_tokens)
+    policy = setting.fit(dataclasses.replace(spec, kv_dtype=kv_dtype), budget_tokens, tail_tokens)
     eos = llm.tokenizer.eos_ids
     return Generator(llm.model, policy, **sizes, kv_dtype=kv_dtype, eos=eos, allow_beyond_context=True)
+
+
+def with_tail(budget: Budget | None, spec: kvjax.CacheSpec, tokens: int, tail_tokens: int) -> Budget | None:
+    """Adds the bytes of the tokens after a text to the text's budget, if that is in percent.
+
+    Args:
+        budget: the budget.
+        spec: spec of the caches.
+        tokens: tokens of the text.
+        tail_tokens: tokens after it.
+
+    Returns:
+        The budget, as text in percent and in bytes.
+    """
+    if budget is None or budget.fraction is None or not tail_tokens:
+        return budget
+    layer_bytes = budget.limit(spec, tokens) + tail_bytes(spec, tail_tokens)
+    return dataclasses.replace(budget, fraction=None, bytes=layer_bytes * spec.layers)
+
+
+def tail_bytes(spec: kvjax.CacheSpec, tokens: int) -> int:
+    """Returns the bytes that the entries of `tokens` tokens take in the cache of one row and layer."""
+
+    def exact_bytes(tokens: int) -> int:
+        return row_bytes(kvjax.Exact(), dataclasses.replace(spec, window=None, max_prompt_tokens=tokens))
+
+    return tokens * (exact_bytes(8192) - exact_bytes(4096)) // 4096
 
 
 def full_bytes(generator: Generator, tokens: int) -> int:
@@ -131,30 +171,40 @@ class CacheSize:
     read_bytes: int
     cache_fraction: float
     read_fraction: float
+    tail_fraction: float
 
 
-def measure_size(generator: Generator, state: GenerationState, tokens: int) -> CacheSize:
+def measure_size(generator: Generator, state: GenerationState, tokens: int, tail_tokens: int = 0) -> CacheSize:
     """Measures the cache of one sequence.
 
     Args:
         generator: generator of the state.
         state: a state.
         tokens: tokens of the full cache to compare with.
+        tail_tokens: tokens after them, whose bytes are no part of the fractions held and read.
 
     Returns:
         The sizes.
     """
-    held = kvjax.cache_bytes(state.layers)
-    _, read = _row_bytes(generator.policies, generator.specs)
-    return CacheSize(held.device // generator.batch, held.host // generator.batch, read, *fractions(generator, tokens))
+    total = kvjax.cache_bytes(state.layers)
+    _, read_bytes = _row_bytes(generator.policies, generator.specs)
+    held, read = fractions(generator, tokens)
+    specs = (spec for spec in _reference_specs(generator) if spec.window is None)
+    tail = sum(tail_bytes(spec, tail_tokens) for spec in specs) / full_bytes(generator, tokens)
+    device, host = total.device // generator.batch, total.host // generator.batch
+    return CacheSize(device, host, read_bytes, held - tail, read - tail, tail)
 
 
 def fractions(generator: Generator, tokens: int) -> tuple[float, float]:
     """Returns the bytes that a cache holds and that a step reads, relative to a full bfloat16 cache of `tokens`."""
-    reference_specs = tuple(dataclasses.replace(spec, dtype=REFERENCE_DTYPE) for spec in generator.specs)
-    held, read = _row_bytes(generator.policies, reference_specs)
+    held, read = _row_bytes(generator.policies, _reference_specs(generator))
     full = full_bytes(generator, tokens)
     return held / full, read / full
+
+
+def _reference_specs(generator: Generator) -> tuple[kvjax.CacheSpec, ...]:
+    """Returns the specs of all layers with unquantized arrays in bfloat16."""
+    return tuple(dataclasses.replace(spec, dtype=REFERENCE_DTYPE) for spec in generator.specs)
 
 
 @functools.lru_cache(maxsize=256)

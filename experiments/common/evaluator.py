@@ -259,7 +259,8 @@ class Evaluator:
                     batch=batch,
                     max_prompt_tokens=bucket[-1],
                     max_new_tokens=1 if streaming else self.capacity,
-                    budget_tokens=self._shortest(bucket) + (0 if streaming else self.max_new_tokens),
+                    budget_tokens=self._shortest(bucket),
+                    tail_tokens=0 if streaming else self.max_new_tokens,
                     streaming=streaming,
                 )
             )
@@ -270,8 +271,8 @@ class Evaluator:
         return min(len(prompt) for unit in self.units if unit.bucket == bucket for prompt in unit.prompts)
 
     def _size(self, unit: Unit, generator: Generator, state: GenerationState) -> caches.CacheSize:
-        """Returns the size of a cache, relative to a full cache after the unit's longest prompt and its answer."""
-        return caches.measure_size(generator, state, max(map(len, unit.prompts)) + self.max_new_tokens)
+        """Returns the size of a cache, relative to a full cache of the unit's longest prompt."""
+        return caches.measure_size(generator, state, max(map(len, unit.prompts)), self.max_new_tokens)
 
     def _seed(self, unit: Unit) -> int:
         """Returns the seed of the policies' random numbers, which differs between units and seeds of the run."""

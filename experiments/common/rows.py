@@ -38,9 +38,11 @@ class Row:
         device_bytes: resident bytes of the cache in this run's dtypes, on the device.
         host_bytes: resident bytes in host memory.
         read_bytes: bytes that a decode step reads.
-        cache_fraction: resident bytes relative to a full bfloat16 cache of the same tokens, with the policy's
-            unquantized arrays in bfloat16.
+        cache_fraction: resident bytes relative to a full bfloat16 cache of the text, with the policy's unquantized
+            arrays in bfloat16 and without the bytes of question and answer.
         read_fraction: bytes read per decode step, relative to the same.
+        tail_fraction: bytes that question and answer take, relative to the same; None in rows of version 0.3.0 and
+            earlier, whose fractions include question and answer on both sides.
         settings: settings of the policy after the budget is resolved.
         chance: expected score of a random answer.
         kl: Kullback-Leibler divergence from the full cache's next-token distributions, in nats per token.
@@ -68,6 +70,7 @@ class Row:
     read_bytes: int = 0
     cache_fraction: float = 0.0
     read_fraction: float = 0.0
+    tail_fraction: float | None = None
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     chance: float = 0.0
     kl: float | None = None
