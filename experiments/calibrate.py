@@ -1,7 +1,7 @@
 """Calibrates policies offline for a model: Chelsea's outlier heads, and InfiniGen's skew.
 
     python -m experiments.calibrate --model smollm2-135m --text wikitext2 --data_dir DIR
-    python -m experiments.evaluate --policy chelsea:outlier_heads=build/heads.json --policy
+    python -m experiments.evaluate --policy chelsea:heads=build/heads.json --policy
     infinigen:skew=build/skew.npz
 
 Outlier heads (Chelsea, appendix B) are the heads in which the fewest tokens have a neighbor of cosine .8 in their
@@ -23,7 +23,7 @@ from experiments.attention import SINKS, share_without_edge
 from experiments.common import streams
 from experiments.common.flags import Flags, repeatable, run_command
 from experiments.common.output import Figure, figure, print_figures, write_figures
-from kvjax.combinators.outlier_heads import HeadChoice
+from kvjax.combinators.head_budgets import retrieving_heads, save_shares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ def main(options: Options) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     heads = tuple(sorted(outliers(ranking, options.fraction)))
     provenance = {"texts": options.text, "tokens": options.tokens, "model": options.model, "kvjax": kvjax.__version__}
-    HeadChoice(ranking.shape[0], ranking.shape[1], full=heads).save(directory / "heads.json", provenance)
+    save_shares(directory / "heads.json", retrieving_heads(len(ranking), len(ranking[0]), heads), provenance)
     skew, singular_values = skew_of(np.sum(moments, axis=0))
     np.savez(directory / "skew.npz", skew=skew, singular_values=singular_values, model=options.model)
     print(f"outlier heads (layer, KV head): {heads}\nwritten: {directory / 'heads.json'}, {directory / 'skew.npz'}")

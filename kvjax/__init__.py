@@ -24,9 +24,8 @@ from kvjax.combinators.ada_kv import AdaKV as AdaKV
 from kvjax.combinators.by_head import ByHead as ByHead
 from kvjax.combinators.by_layer import ByLayer as ByLayer
 from kvjax.combinators.by_layer import FirstLayers as FirstLayers
+from kvjax.combinators.head_budgets import HeadBudgets as HeadBudgets
 from kvjax.combinators.host_memory import HostMemory as HostMemory
-from kvjax.combinators.layer_budgets import LayerBudgets as LayerBudgets
-from kvjax.combinators.outlier_heads import OutlierHeads as OutlierHeads
 from kvjax.distributed.sharding import make_mesh as make_mesh
 from kvjax.partials import normalize as normalize
 from kvjax.policies.attention_matching import AttentionMatching as AttentionMatching

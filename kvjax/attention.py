@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import partials as softmax
 from kvjax import rope
@@ -143,21 +143,22 @@ def attend_with_stats(
 # --- segments ---
 
 
-def _query_heads(queries: Float[Array, "B T H_q D"], heads: tuple[int, ...] | None, kv_heads: int) -> Any:
+HeadIndices = Int[Array, "H"] | Int[np.ndarray, "H"] | None  # KV heads of a segment; None for all
+
+
+def _query_heads(queries: Float[Array, "B T H_q D"], heads: HeadIndices, kv_heads: int) -> Any:
     """Returns an index of the query heads that read these KV heads of the layer."""
     if queries.shape[2] % kv_heads:
         raise ValueError(f"queries have {queries.shape[2]} heads, expected a multiple of kv_heads={kv_heads}")
     group = queries.shape[2] // kv_heads
     if heads is None:
         return slice(None)
-    if heads == tuple(range(heads[0], heads[0] + len(heads))):
+    if isinstance(heads, np.ndarray) and np.array_equal(heads, np.arange(heads[0], heads[0] + len(heads))):
         return slice(heads[0] * group, (heads[-1] + 1) * group)
-    return (np.array(heads)[:, None] * group + np.arange(group)).reshape(-1)
+    return (heads[:, None] * group + np.arange(group)).reshape(-1)
 
 
-def _queries_of(
-    queries: Float[Array, "B T H_q D"], heads: tuple[int, ...] | None, kv_heads: int
-) -> Float[Array, "B T H D"]:
+def _queries_of(queries: Float[Array, "B T H_q D"], heads: HeadIndices, kv_heads: int) -> Float[Array, "B T H D"]:
     """Returns the queries that read these KV heads of the layer."""
     return queries[:, :, _query_heads(queries, heads, kv_heads)]
 
@@ -177,7 +178,7 @@ def _group_plain(segments: Sequence[Segment], kv_heads: int) -> list[tuple[Segme
             and not isinstance(segment.values, QuantizedArray)
             and segment.query_rope_angles is None
             and segment.keys.shape[1] == kv_heads
-            and segment.kv_heads in (None, tuple(range(kv_heads)))
+            and segment.kv_heads is None
             and not (segment.sequence_sharded and is_sequence_sharded())
         )
 
@@ -252,8 +253,14 @@ def _place_heads(
     if segment.kv_heads is None:
         return partials
     heads = _query_heads(queries, segment.kv_heads, kv_heads)
+    if isinstance(heads, jax.Array):  # a gather, which XLA fuses with the merge; it does not fuse a scatter
+        is_head = heads == jnp.arange(queries.shape[2])[:, None]
+        source, holds = jnp.argmax(is_head, axis=1), jnp.any(is_head, axis=1)
 
     def place(x: Array, empty: float) -> Array:
+        if isinstance(heads, jax.Array):
+            present = holds.reshape(-1, *(1 for _ in x.shape[3:]))
+            return jnp.where(present, jnp.take(x, source, axis=2, mode="clip"), jnp.asarray(empty, x.dtype))
         return jnp.full((*queries.shape[:3], *x.shape[3:]), empty, x.dtype).at[:, :, heads].set(x)
 
     return Partials(place(partials.max, -jnp.inf), place(partials.numerator, 0.0), place(partials.denominator, 0.0))

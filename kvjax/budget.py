@@ -236,7 +236,7 @@ def _equal_layers(policy: Policy, spec: CacheSpec) -> list[list[CacheSpec]]:
     groups: dict[Policy, list[CacheSpec]] = {}
     for layer in range(spec.layers):
         one = dataclasses.replace(spec, layer=layer)
-        groups.setdefault(layer_policy(policy, one), []).append(one)
+        groups.setdefault(layer_policy(policy, one).canonical(), []).append(one)
     return list(groups.values())
 
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from kvjax import quantization
 from kvjax.attention import AttentionStats, attend_with_stats
-from kvjax.distributed.collectives import SEQUENCE, sum_over_heads, sum_over_sequence
+from kvjax.distributed.collectives import SEQUENCE, TENSOR, sum_over_heads, sum_over_sequence
 from kvjax.distributed.sharding import check_axes, per_device, shardings
 from kvjax.jax_flags import with_default_flags
 from kvjax.partials import Partials, normalize
@@ -112,13 +112,13 @@ def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Me
             f"row_keys has shape {row_keys.shape} and dtype {row_keys.dtype}; pass one typed key per row, as "
             f"jax.random.split(jax.random.key(0), {spec.batch}) returns"
         )
-    shards = 1
+    sequence_shards = head_shards = 1
     if mesh is not None:
         check_axes(mesh)
-        shards = mesh.shape[SEQUENCE]
+        sequence_shards, head_shards = mesh.shape[SEQUENCE], mesh.shape[TENSOR]
     policy = layer_policy(policy, spec)
     slots = min(policy.compact_every, spec.max_new_tokens, spec.staging_slots or policy.compact_every)
-    spec = dataclasses.replace(spec, staging_slots=slots, sequence_shards=shards)
+    spec = dataclasses.replace(spec, staging_slots=slots, sequence_shards=sequence_shards, head_shards=head_shards)
     staging, counters = init_staging(spec, slots)
     cache = Cache(
         state=quantization.init_stored(policy.init(spec, row_keys), spec.kv_formats, spec.dtype),
@@ -127,7 +127,7 @@ def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Me
         reused=jnp.zeros(spec.batch, jnp.int32),
         not_finite=jnp.zeros(spec.batch, jnp.int32),
         policy_faults=jnp.zeros(spec.batch, jnp.int32),
-        policy=policy,
+        policy=policy.canonical(),
         spec=dataclasses.replace(spec, batch=1, layer=0, layers=1),
         mesh=mesh,
     )

@@ -220,6 +220,16 @@ class Policy(abc.ABC, Generic[S]):
         """
         return self
 
+    def canonical(self) -> "Policy[S]":
+        """Returns the policy that a cache keeps after `init`: without settings that only `init` reads.
+
+        Caches with equal canonical policies and states of equal shapes share compiled programs.
+
+        Returns:
+            By default the policy itself.
+        """
+        return self
+
     @abc.abstractmethod
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> S:
         """Returns an empty state.

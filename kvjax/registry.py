@@ -9,9 +9,8 @@ from typing import Any, TypeVar, cast
 from kvjax.budget import Budget, fit_bytes
 from kvjax.combinators.ada_kv import AdaKV
 from kvjax.combinators.by_layer import FirstLayers
+from kvjax.combinators.head_budgets import HeadBudgets, Shares, load_shares
 from kvjax.combinators.host_memory import HostMemory
-from kvjax.combinators.layer_budgets import LayerBudgets
-from kvjax.combinators.outlier_heads import HeadChoice, OutlierHeads
 from kvjax.messages import did_you_mean, shorten
 from kvjax.policies.attention_matching import AttentionMatching
 from kvjax.policies.balancekv import BalanceKV
@@ -78,13 +77,11 @@ POLICIES: dict[str, type[Policy]] = {
     "tova": TOVA,
 }
 
-_LAYER_SCALE = "layer_budget_scale"
-
 # Settings of any policy in text, which put a combinator around it.
-_COMBINATOR_SETTINGS = ("full_layers", "host_steps", "alpha_safeguard", "outlier_heads", _LAYER_SCALE)
+_COMBINATOR_SETTINGS = ("full_layers", "host_steps", "alpha_safeguard", "heads")
 
-# What `auto` stands for: KVzip with one budget for all layers and heads, as published.
-_AUTO = "kvzip:reserve_decode_slots=true,alpha_safeguard=0.0,layer_budget_scale=auto"
+# The policy `auto`, whose settings `kvjax_models` completes for a model and a budget.
+_AUTO = "snapkv:heads=auto"
 
 _LARGE_BUDGET = 2**20  # slots with which a policy can only be refused for its other settings
 
@@ -121,24 +118,26 @@ class PolicyChoice:
     """A registered policy by name, with settings as text and possibly a budget.
 
     Every policy takes its own settings and `full_layers=n` (`FirstLayers` with a full cache). Retrieval policies take
-    `host_steps=R` (`HostMemory`), top-k policies `alpha_safeguard=x` (`AdaKV`), policies with a budget
-    `outlier_heads=FILE` (`OutlierHeads`) and `layer_budget_scale=(x,...)` (`LayerBudgets`).
+    `host_steps=R` (`HostMemory`), top-k policies `alpha_safeguard=x` (`AdaKV`), policies with a budget `heads=auto` or
+    `heads=FILE` (`HeadBudgets` with the shares of a model's profile, or of a file).
 
     Attributes:
         name: the registered name.
         settings: pairs of a setting and its value as text.
         budget: the budget, if it is part of the text.
+        shares: shares of the KV heads, with which `heads=auto` is replaced.
     """
 
     name: str
     settings: tuple[tuple[str, str], ...] = ()
     budget: Budget | None = None
+    shares: Shares | None = None
 
     @classmethod
     def parse(cls, text: str) -> "PolicyChoice":
         """Parses `NAME`, `NAME:setting=value,...` and either with `@BUDGET`.
 
-        `auto` is the policy that the documentation recommends: KVzip with one budget for all layers and heads.
+        `auto` is the policy that the documentation recommends: SnapKV in all but the retrieving heads.
 
         Args:
             text: the text.
@@ -166,29 +165,34 @@ class PolicyChoice:
         choice = cls(name, tuple(settings), Budget.parse(budget) if budget else None)
         if budget and not choice.takes_budget:
             raise ValueError(f"policy {shorten(text)}: {name} keeps everything and takes no budget")
-        choice.calibrated(None).make(_LARGE_BUDGET)
+        choice.without_profile().make(_LARGE_BUDGET)
         return choice
 
     @property
-    def needs_calibration(self) -> bool:
-        """Whether the text has `layer_budget_scale=auto`."""
-        return (_LAYER_SCALE, "auto") in self.settings
+    def needs_profile(self) -> bool:
+        """Whether the text has `heads=auto` and the shares are not known."""
+        return ("heads", "auto") in self.settings and self.shares is None
 
-    def calibrated(self, scale: tuple[float, ...] | None) -> "PolicyChoice":
-        """Replaces `layer_budget_scale=auto`.
+    @property
+    def is_auto(self) -> bool:
+        """Whether the text is `auto`."""
+        return self.settings == PolicyChoice.parse("auto").settings
+
+    def with_shares(self, shares: Shares) -> "PolicyChoice":
+        """Returns the choice with the shares of a model's KV heads for `heads=auto`.
 
         Args:
-            scale: the factors of the model's layers; None for equal budgets.
-
-        Returns:
-            The choice with the factors.
+            shares: the shares.
         """
-        if not self.needs_calibration:
-            return self
-        settings = tuple(pair for pair in self.settings if pair[0] != _LAYER_SCALE)
-        if scale is not None:
-            settings += ((_LAYER_SCALE, f"({','.join(map(str, scale))},)"),)
-        return dataclasses.replace(self, settings=settings)
+        return dataclasses.replace(self, shares=shares)
+
+    def without_profile(self) -> "PolicyChoice":
+        """Returns the choice without `heads=auto`: all heads get equal budgets."""
+        return dataclasses.replace(self, settings=tuple(pair for pair in self.settings if pair != ("heads", "auto")))
+
+    def with_settings(self, **settings: str) -> "PolicyChoice":
+        """Returns the choice with further settings, as text; those that it has stay."""
+        return dataclasses.replace(self, settings=tuple((settings | dict(self.settings)).items()))
 
     @property
     def takes_budget(self) -> bool:
@@ -228,6 +232,10 @@ class PolicyChoice:
                     f"{', '.join(known)}"
                 )
             (own if key in types else combinators)[key] = parse_value(text)
+        if combinators.get("heads") == "auto":
+            combinators["heads"] = self.shares
+            if self.shares is None:
+                raise ValueError("heads=auto needs a model's profile; use kvjax_models, or pass heads=FILE")
         if self.takes_budget:
             own["budget"] = self.budget.slots if budget is None and self.budget is not None else budget
         try:
@@ -319,21 +327,16 @@ def _combine(
     full_layers: int = 0,
     host_steps: int | None = None,
     alpha_safeguard: float | None = None,
-    outlier_heads: str | None = None,
-    layer_budget_scale: tuple[float, ...] | str | None = None,
+    heads: str | Shares | None = None,
 ) -> Policy:
     """Puts combinators around a policy."""
-    if layer_budget_scale == "auto":
-        raise ValueError("layer_budget_scale=auto needs a model; use kvjax_models, or pass one factor per layer")
     full = Exact(policy.compact_every)
     if alpha_safeguard is not None:
         policy = AdaKV(cast(TopKPolicy, policy), alpha_safeguard)
-    if outlier_heads is not None:
-        policy = OutlierHeads(policy, HeadChoice.load(outlier_heads), full)
     if host_steps is not None:
         policy = HostMemory(policy, host_steps)
-    if layer_budget_scale is not None:
-        policy = LayerBudgets(policy, cast(tuple, layer_budget_scale))
+    if heads is not None:
+        policy = HeadBudgets(policy, load_shares(heads) if isinstance(heads, str) else heads)
     return FirstLayers(full_layers, policy, full) if full_layers else policy
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.quantization import QuantizedArray
@@ -33,7 +34,8 @@ class Segment:
         stop: int32, end of the slots that are read; None for S.
         query_rope_angles: angles in radians by which queries are rotated before they attend to the segment.
         sequence_sharded: whether the slots are sharded over devices, whose partial softmaxes are then merged.
-        kv_heads: indices of the layer's KV heads that the segment holds; None for all heads in order.
+        kv_heads: indices of the layer's KV heads that the segment holds, an array of JAX or NumPy; None for all heads
+            in order.
 
     Raises:
         ValueError: if shapes do not fit.
@@ -47,7 +49,7 @@ class Segment:
     stop: Int[Array, "B #T"] | None = None
     query_rope_angles: Float[Array, "B #T half_D"] | None = None
     sequence_sharded: bool = dataclasses.field(default=False, metadata={"static": True})
-    kv_heads: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})
+    kv_heads: Int[Array, "H_kv"] | Int[np.ndarray, "H_kv"] | None = None
 
     def __post_init__(self) -> None:
         if not hasattr(self.keys, "shape"):
@@ -95,7 +97,7 @@ class BlockStoreRead:
     select: Callable[[Array], BlockSelection]
     index: tuple[Any, ...]
     block_cache: BlockCache | None = None
-    kv_heads: tuple[int, ...] | None = None
+    kv_heads: Int[Array, "H_kv"] | Int[np.ndarray, "H_kv"] | None = None
 
 
 SegmentLike = Segment | BlockStoreRead

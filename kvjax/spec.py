@@ -32,6 +32,7 @@ _INTEGERS = {
     "layers": 1,
     "staging_slots": 1,
     "sequence_shards": 1,
+    "head_shards": 1,
 }
 _OPTIONAL = ("value_dim", "window", "staging_slots")
 
@@ -63,6 +64,7 @@ class CacheSpec:
         staging_slots: slots of the staging buffer; None for the policy's `compact_every`.
         sequence_shards: number of devices over which the stores that grow with the context are sharded. `kvjax.init`
             sets it from the mesh.
+        head_shards: number of devices over which KV heads are sharded. `kvjax.init` sets it from the mesh.
 
     Raises:
         ValueError: if a value is out of range, or sizes do not fit together.
@@ -85,6 +87,7 @@ class CacheSpec:
     layers: int = 1
     staging_slots: int | None = None
     sequence_shards: int = 1
+    head_shards: int = 1
 
     def __post_init__(self) -> None:
         for name, minimum in _INTEGERS.items():

@@ -12,6 +12,8 @@ import re
 import docstring_parser
 from docutils import nodes
 from docutils.statemachine import StringList
+from kvjax.combinators.layer_budgets import LayerBudgets
+from kvjax.combinators.outlier_heads import OutlierHeads
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -19,8 +21,6 @@ from kvjax.combinators.ada_kv import AdaKV
 from kvjax.combinators.by_head import ByHead
 from kvjax.combinators.by_layer import ByLayer, FirstLayers
 from kvjax.combinators.host_memory import HostMemory
-from kvjax.combinators.layer_budgets import LayerBudgets
-from kvjax.combinators.outlier_heads import OutlierHeads
 from kvjax.registry import POLICIES, settings_of
 from kvjax.top_k_policy import TopKPolicy
 

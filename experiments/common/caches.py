@@ -47,18 +47,21 @@ class Setting:
         parts: Any = tuple(self.kv_dtype.split(","))
         return parts[0] if len(parts) == 1 else parts
 
-    def fit(self, spec: kvjax.CacheSpec, tokens: int, tail_tokens: int = 0) -> Policy:
+    def fit(
+        self, spec: kvjax.CacheSpec, tokens: int, tail_tokens: int = 0, choice: PolicyChoice | None = None
+    ) -> Policy:
         """Returns the policy for a text.
 
         Args:
             spec: spec of the caches.
             tokens: tokens of the text; a budget in percent is a share of its full bfloat16 cache.
             tail_tokens: tokens after the text, whose bytes (`tail_bytes`) are added to a budget in percent.
+            choice: the policy, if it has the shares of a model's heads.
 
         Returns:
             The policy.
         """
-        choice = PolicyChoice.parse(self.policy)
+        choice = choice or PolicyChoice.parse(self.policy)
         reference = dataclasses.replace(spec, window=None, dtype=REFERENCE_DTYPE)
         budget = Budget.parse(self.budget) if self.budget else None
         return dataclasses.replace(choice, budget=with_tail(budget, reference, tokens, tail_tokens)).fit(
@@ -123,9 +126,16 @@ def make_generator(
         "streaming": streaming,
     }
     spec = dataclasses.replace(cache_specs(llm.model, **sizes)[0], dtype=REFERENCE_DTYPE)
-    choice, _, kv_dtype = resolve_auto(llm.model, setting.policy, setting.budget, setting.formats, spec, budget_tokens)
-    setting = dataclasses.replace(setting, policy=str(choice))
-    policy = setting.fit(dataclasses.replace(spec, kv_dtype=kv_dtype), budget_tokens, tail_tokens)
+    choice, _, kv_dtype = resolve_auto(
+        PolicyChoice.parse(setting.policy),
+        setting.budget,
+        setting.formats,
+        spec,
+        budget_tokens,
+        find_profile=llm.profile,
+    )
+    assert isinstance(choice, PolicyChoice)
+    policy = setting.fit(dataclasses.replace(spec, kv_dtype=kv_dtype), budget_tokens, tail_tokens, choice)
     eos = llm.tokenizer.eos_ids
     return Generator(llm.model, policy, **sizes, kv_dtype=kv_dtype, eos=eos, allow_beyond_context=True)
 
@@ -171,7 +181,7 @@ class CacheSize:
     read_bytes: int
     cache_fraction: float
     read_fraction: float
-    tail_fraction: float
+    tail_fraction: float = 0.0
 
 
 def measure_size(generator: Generator, state: GenerationState, tokens: int, tail_tokens: int = 0) -> CacheSize:

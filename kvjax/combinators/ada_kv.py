@@ -5,6 +5,7 @@ from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from kvjax.policy import Policy, Prompt, Requirements
@@ -166,7 +167,9 @@ class AdaKV(Policy[AdaKVState]):
             keys = pool
             if isinstance(keys, QuantizedArray) and state.mean is not None:
                 keys = dataclasses.replace(keys, offset=state.mean[:, head, None])
-            return Segment(keys, values, start=state.start[:, head, None], stop=stop[:, head, None], kv_heads=(head,))
+            return Segment(
+                keys, values, start=state.start[:, head, None], stop=stop[:, head, None], kv_heads=np.array([head])
+            )
 
         return tuple(head_segment(head) for head in range(state.start.shape[1]))
 

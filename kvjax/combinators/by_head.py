@@ -1,28 +1,44 @@
 """Policies that differ from KV head to KV head, each with separate buffers."""
 
 import dataclasses
+import functools
+from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Int, Key
 
 from kvjax.attention import AttentionStats
 from kvjax.combinators.combined import CombinedPolicies
-from kvjax.distributed.collectives import global_heads
-from kvjax.policy import Policy, Prompt, RepeatedPrompt, Requirements
+from kvjax.policy import Policy, Prompt, Requirements
 from kvjax.segment import SegmentLike
 from kvjax.spec import CacheSpec
+from kvjax.state import state
 from kvjax.stores.staging import Tokens
 
 
+@state
+class HeadIndex:
+    """The KV heads of a group: int32 indices among the KV heads of the device that holds them."""
+
+    index: Int[Array, "H_kv"]
+
+
+@state
+class ByHeadState:
+    """The states of groups of KV heads with equal policies, in the order of `ByHead.groups`."""
+
+    heads: tuple[HeadIndex, ...]
+    groups: tuple[Any, ...]
+
+
 @dataclasses.dataclass(frozen=True)
-class ByHead(CombinedPolicies[tuple[Any, ...]]):
+class ByHead(CombinedPolicies[ByHeadState]):
     """Uses `policies[h]` for KV head h. Heads with equal policies share one state.
 
-    If devices shard the heads, every device must have the same policies in the same order, because all devices run one
-    program.
+    The heads of a group are data and not part of the program: layers whose groups have the same sizes share compiled
+    programs. If devices shard the heads, every device needs groups of the same sizes.
 
     Attributes:
         policies: one policy per KV head.
@@ -30,23 +46,10 @@ class ByHead(CombinedPolicies[tuple[Any, ...]]):
 
     policies: tuple[Policy, ...]
 
-    def groups(self, heads: int | None = None) -> dict[Policy, tuple[int, ...]]:
-        """Returns the KV heads of every distinct policy.
-
-        Args:
-            heads: heads on this device; None for all.
-
-        Returns:
-            The heads of each policy.
-
-        Raises:
-            ValueError: if devices that shard the heads would have different policies.
-        """
-        count = len(self.policies) if heads is None else heads
-        local = self.policies[:count]
-        if local * (len(self.policies) // count) != self.policies:
-            raise ValueError(f"ByHead: devices with {count} KV heads each need the same policies in the same order")
-        return {policy: tuple(h for h, other in enumerate(local) if other == policy) for policy in dict.fromkeys(local)}
+    def groups(self) -> dict[Policy, tuple[int, ...]]:
+        """Returns the KV heads of every distinct policy, in an order that does not depend on the heads."""
+        distinct = sorted(dict.fromkeys(self.policies), key=repr)
+        return {policy: tuple(h for h, other in enumerate(self.policies) if other == policy) for policy in distinct}
 
     def for_layer(self, spec: CacheSpec) -> "ByHead":
         """Returns the policies of one layer.
@@ -64,7 +67,11 @@ class ByHead(CombinedPolicies[tuple[Any, ...]]):
             raise ValueError(f"ByHead has {len(self.policies)} policies for kv_heads={spec.kv_heads}")
         return ByHead(tuple(policy.for_layer(spec) for policy in self.policies))
 
-    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> tuple[Any, ...]:
+    def canonical(self) -> "ByHead":
+        """Returns the policies in the order of their groups; the state has the heads of each."""
+        return ByHead(tuple(policy for policy, heads in self.groups().items() for _ in heads))
+
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> ByHeadState:
         """Returns one empty state per distinct policy.
 
         Args:
@@ -73,16 +80,29 @@ class ByHead(CombinedPolicies[tuple[Any, ...]]):
 
         Returns:
             States in the order of `groups`, each for the heads of its policy.
+
+        Raises:
+            ValueError: if devices that shard the heads would have groups of different sizes.
         """
-        group_size, states = spec.query_heads // spec.kv_heads, []
-        for policy, heads in self.groups().items():
+        local = spec.kv_heads // spec.head_shards
+        sizes = [Counter(self.policies[first : first + local]) for first in range(0, spec.kv_heads, local)]
+        if any(one != sizes[0] for one in sizes):
+            raise ValueError(
+                f"ByHead: each of {spec.head_shards} devices has {local} KV heads and needs as many heads of every "
+                f"policy as the others, got {[list(one.values()) for one in sizes]}"
+            )
+        group_size = spec.query_heads // spec.kv_heads
+        index: list[HeadIndex] = []
+        states: list[Any] = []
+        for number, (policy, heads) in enumerate(self.groups().items()):
             group_spec = dataclasses.replace(spec, kv_heads=len(heads), query_heads=len(heads) * group_size)
             # Two groups must not draw the same random numbers.
-            keys = jax.vmap(lambda key, first=heads[0]: jax.random.fold_in(key, first))(row_keys)
+            keys = jax.vmap(functools.partial(_fold_in, number))(row_keys)
             states.append(policy.init(group_spec, keys))
-        return tuple(states)
+            index.append(HeadIndex(jnp.array(heads, jnp.int32) % local))
+        return ByHeadState(tuple(index), tuple(states))
 
-    def prefill(self, state: tuple[Any, ...], prompt: Prompt) -> tuple[Any, ...]:
+    def prefill(self, state: ByHeadState, prompt: Prompt) -> ByHeadState:
         """Compresses each policy's heads of a prompt.
 
         Args:
@@ -96,14 +116,14 @@ class ByHead(CombinedPolicies[tuple[Any, ...]]):
             ValueError: if a policy passes an array to the next layer (`layer_carry`).
         """
         states = []
-        for policy, group_state, heads in self._each(state, prompt.keys.shape[1]):
+        for policy, group_state, heads in self._each(state):
             group_prompt = _select_heads(prompt, heads, policy.requires)
             if policy.layer_carry(group_state, group_prompt) is not prompt.layer_carry:
                 raise ValueError(f"ByHead: {policy} passes state to the next layer, use ByLayer instead")
             states.append(policy.prefill(group_state, group_prompt))
-        return tuple(states)
+        return dataclasses.replace(state, groups=tuple(states))
 
-    def segments(self, state: tuple[Any, ...], num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
+    def segments(self, state: ByHeadState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
         """Returns the segments of all policies, each with the indices of its KV heads.
 
         Args:
@@ -114,14 +134,12 @@ class ByHead(CombinedPolicies[tuple[Any, ...]]):
             The segments of the first policy, then of the second, and so on.
         """
         return tuple(
-            dataclasses.replace(
-                one, kv_heads=heads if one.kv_heads is None else tuple(heads[head] for head in one.kv_heads)
-            )
-            for policy, group_state, heads in self._each(state, None)
+            dataclasses.replace(one, kv_heads=heads if one.kv_heads is None else heads[one.kv_heads])
+            for policy, group_state, heads in self._each(state)
             for one in policy.segments(group_state, num_visible_staged)
         )
 
-    def observe(self, state: tuple[Any, ...], stats: AttentionStats) -> tuple[Any, ...]:
+    def observe(self, state: ByHeadState, stats: AttentionStats) -> ByHeadState:
         """Passes each policy the statistics of its segments and of its heads' staged tokens.
 
         Args:
@@ -133,15 +151,15 @@ class ByHead(CombinedPolicies[tuple[Any, ...]]):
         """
         states, remaining = [], list(stats.segments)
         visible = jnp.zeros_like(stats.appended[:, :1], jnp.int32)
-        for policy, group_state, heads in self._each(state, None):
+        for policy, group_state, heads in self._each(state):
             count = len(policy.segments(group_state, visible))
-            staged = None if stats.staged is None else stats.staged[:, np.array(heads)]
+            staged = None if stats.staged is None else stats.staged[:, heads]
             group_stats = AttentionStats(tuple(remaining[:count]), staged, stats.appended)
             states.append(policy.observe(group_state, group_stats))
             remaining = remaining[count:]
-        return tuple(states)
+        return dataclasses.replace(state, groups=tuple(states))
 
-    def compact(self, state: tuple[Any, ...], new: Tokens) -> tuple[Any, ...]:
+    def compact(self, state: ByHeadState, new: Tokens) -> ByHeadState:
         """Moves each policy's heads of the staged tokens into its state.
 
         Args:
@@ -151,45 +169,49 @@ class ByHead(CombinedPolicies[tuple[Any, ...]]):
         Returns:
             The updated states.
         """
-        return tuple(
-            policy.compact(
-                group_state,
-                dataclasses.replace(new, keys=new.keys[:, np.array(heads)], values=new.values[:, np.array(heads)]),
-            )
-            for policy, group_state, heads in self._each(state, new.keys.shape[1])
+        states = tuple(
+            policy.compact(group, dataclasses.replace(new, keys=new.keys[:, heads], values=new.values[:, heads]))
+            for policy, group, heads in self._each(state)
         )
+        return dataclasses.replace(state, groups=states)
 
-    def _each(self, state: tuple[Any, ...], heads: int | None) -> list[tuple[Policy, Any, tuple[int, ...]]]:
-        """Returns every distinct policy with its state and its heads on this device."""
-        if heads is None:
-            heads = len(self.policies) // global_heads(1)
-        return [(policy, one, own) for (policy, own), one in zip(self.groups(heads).items(), state, strict=True)]
+    def _each(self, state: ByHeadState) -> list[tuple[Policy, Any, Int[Array, "H"]]]:
+        """Returns every distinct policy with its state and the indices of its heads on this device."""
+        heads = (one.index for one in state.heads)
+        return list(zip(self.groups(), state.groups, heads, strict=True))
 
 
-def _select_heads(prompt: Prompt, heads: tuple[int, ...], requires: Requirements) -> Prompt:
+def _fold_in(number: int, key: Key[Array, ""]) -> Key[Array, ""]:
+    """Returns the key of a group of heads."""
+    return jax.random.fold_in(key, number)
+
+
+def _select_heads(prompt: Prompt, heads: Int[Array, "H"], requires: Requirements) -> Prompt:
     """Returns a prompt with some of its KV heads and the queries that a policy needs."""
-    kv_heads, index = prompt.keys.shape[1], np.array(heads)
+    kv_heads = prompt.keys.shape[1]
 
-    def query_heads(count: int) -> np.ndarray:
+    def query_heads(count: int) -> Int[Array, "Q"]:
         """Returns the indices of the selected query heads, given the `count` of query heads on this device."""
         group = count // kv_heads
-        return (index[:, None] * group + np.arange(group)).reshape(-1)
+        return (heads[:, None] * group + jnp.arange(group)).reshape(-1)
 
     queries, count = prompt.queries, requires.num_prompt_queries(prompt.keys.shape[2])
     if queries is not None:
         queries = queries[:, queries.shape[1] - count :, query_heads(queries.shape[2])] if count else None
     sinks, repeated = prompt.sink_logits, prompt.repeated
     if repeated is not None:
-        repeated = RepeatedPrompt(
-            repeated.queries[:, :, query_heads(repeated.queries.shape[2])],
-            repeated.keys[:, :, index],
-            repeated.lengths,
-            None if repeated.received is None else repeated.received[:, index],
+        norms = repeated.value_norms
+        repeated = dataclasses.replace(
+            repeated,
+            queries=repeated.queries[:, :, query_heads(repeated.queries.shape[2])],
+            keys=repeated.keys[:, :, heads],
+            received=None if repeated.received is None else repeated.received[:, heads],
+            value_norms=None if norms is None else norms[:, query_heads(norms.shape[1])],
         )
     return dataclasses.replace(
         prompt,
-        keys=prompt.keys[:, index],
-        values=prompt.values[:, index],
+        keys=prompt.keys[:, heads],
+        values=prompt.values[:, heads],
         queries=queries,
         sink_logits=None if sinks is None else sinks[query_heads(sinks.shape[0])],
         repeated=repeated,

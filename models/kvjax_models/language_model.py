@@ -18,10 +18,10 @@ from kvjax.budget import Budget
 from kvjax.messages import shorten
 from kvjax.quantization import KVDtype
 from kvjax.registry import AnyPolicy, resolve_policy
-from kvjax_models import compile_cache, formats, known_models
+from kvjax_models import compile_cache, formats, known_models, profile
 from kvjax_models.formats.checkpoint import LoadOptions
 from kvjax_models.formats.tokenizer import Streamer, Tokenizer
-from kvjax_models.generation.auto_policy import resolve_auto, resolve_windows
+from kvjax_models.generation.auto_policy import Heads, resolve_auto, resolve_windows
 from kvjax_models.generation.batching import Request, parse_batch_size, seed_of_prompt
 from kvjax_models.generation.completions import Completion, TextCallback, generate_completions, in_prompt_order
 from kvjax_models.generation.generator import Generator
@@ -31,6 +31,7 @@ from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.generation.state import cache_specs
 from kvjax_models.model.llama import Llama
 from kvjax_models.model.quantized import WeightDtype
+from kvjax_models.profile import Profile
 from kvjax_models.prompts import Message as Message
 from kvjax_models.prompts import Prompt as Prompt
 from kvjax_models.prompts import TemplateOptions as TemplateOptions
@@ -47,6 +48,7 @@ class GeneratorOptions(TypedDict, total=False):
     sampling: Sampling | None
     allow_beyond_context: bool
     kv_dtype: KVDtypes
+    heads: Heads
 
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # downloaded from the hub, without subdirectories
@@ -98,6 +100,7 @@ class LanguageModel:
         seed: int = 0,
         allow_beyond_context: bool = False,
         kv_dtype: KVDtypes = None,
+        heads: Heads = None,
         template_options: TemplateOptions = None,
         return_usage: bool = False,
     ) -> str | list[str] | tuple[str | list[str], Usage]:
@@ -121,6 +124,9 @@ class LanguageModel:
             allow_beyond_context: whether sequences may exceed the model's context length; see `Generator`.
             kv_dtype: quantization format of the cache: "int8", "fp8", "int4", "int3", "int2", a pair for keys and
                 values, or "bfloat16"; the dtype of the model by default.
+            heads: budgets of the KV heads: "auto" keeps every token in the heads that retrieve, by the model's profile
+                (measured at the first use of an unknown model), a `profile.Profile`, or the shares of
+                `kvjax.HeadBudgets`; equal budgets by default. "auto" and policies with `heads=auto` have it already.
             template_options: variables of the chat template, such as {"enable_thinking": False} or {"tools": [...]};
                 {"continue_final_message": True} continues the last message. Only for conversations.
             return_usage: whether to return the tokens, seconds and bytes, too.
@@ -139,6 +145,7 @@ class LanguageModel:
             sampling=sampling,
             allow_beyond_context=allow_beyond_context,
             kv_dtype=kv_dtype,
+            heads=heads,
         )
         prefill = Stopwatch()
         state = generator.prefill(generator.init_state(seed), prompts)
@@ -180,7 +187,7 @@ class LanguageModel:
             seed: as for `generate`.
             stream_interval: tokens per yield; larger intervals are faster.
             template_options: as for `generate`.
-            **options: `sampling`, `allow_beyond_context` and `kv_dtype`, as for `generate`.
+            **options: `sampling`, `allow_beyond_context`, `kv_dtype` and `heads`, as for `generate`.
 
         Yields:
             Parts of the new text, in order; joined they are the entire new text.
@@ -235,7 +242,7 @@ class LanguageModel:
             on_text: called with the number of a prompt and each new part of its text.
             max_prefill_steps: see `batching.run_requests`; a small number reduces the latency of running sequences.
             template_options: as for `generate`.
-            **options: `sampling`, `allow_beyond_context` and `kv_dtype`, as for `generate`.
+            **options: `sampling`, `allow_beyond_context`, `kv_dtype` and `heads`, as for `generate`.
 
         Returns:
             An iterator over completions in the order of the prompts.
@@ -268,7 +275,7 @@ class LanguageModel:
             batch_size: number of batch rows, or bytes for their caches ("2GiB").
             max_prompt_tokens: maximum length of a prompt.
             max_new_tokens: maximum number of tokens after the prompt.
-            **options: `sampling`, `allow_beyond_context` and `kv_dtype`, as for `generate`.
+            **options: `sampling`, `allow_beyond_context`, `kv_dtype` and `heads`, as for `generate`.
 
         Returns:
             A generator for prompts of up to `max_prompt_tokens` tokens.
@@ -288,6 +295,7 @@ class LanguageModel:
         streaming: bool = False,
         allow_beyond_context: bool = False,
         kv_dtype: KVDtypes = None,
+        heads: Heads = None,
         budget_tokens: int | None = None,
     ) -> Generator:
         """Returns a `Generator`, with which callers fork, save and continue generation states themselves.
@@ -303,6 +311,7 @@ class LanguageModel:
                 see `Generator`.
             allow_beyond_context: as for `generate`.
             kv_dtype: as for `generate`.
+            heads: as for `generate`.
             budget_tokens: sequence length whose full cache a budget's share refers to; by default the sum of
                 `max_prompt_tokens` and `max_new_tokens`.
 
@@ -318,7 +327,9 @@ class LanguageModel:
         # The budget applies to layers without a sliding window; the others cache exactly their window.
         spec = dataclasses.replace(cache_specs(self.model, **sizes)[0], window=None)
         tokens = budget_tokens or max_prompt_tokens + max_new_tokens
-        policy, budget, kv_dtype = resolve_auto(self.model, policy, budget, kv_dtype, spec, tokens)
+        policy, budget, kv_dtype = resolve_auto(
+            policy, budget, kv_dtype, spec, tokens, heads=heads, find_profile=self.profile
+        )
         policy, budget = resolve_windows(policy, budget, cache_specs(self.model, **sizes, kv_dtype=kv_dtype))
         return Generator(
             self.model,
@@ -329,6 +340,10 @@ class LanguageModel:
             eos=self.tokenizer.eos_ids,
             allow_beyond_context=allow_beyond_context,
         )
+
+    def profile(self) -> Profile | None:
+        """Returns the model's profile; measures and saves it if there is none (see `profile.find_or_measure`)."""
+        return profile.find_or_measure(self.model, self.tokenizer)
 
     def prefix(
         self,
@@ -350,7 +365,7 @@ class LanguageModel:
             max_new_tokens: capacity for each question and its answer, in tokens.
             seed: as for `generate`.
             template_options: as for `generate`.
-            **options: `sampling`, `allow_beyond_context` and `kv_dtype`, as for `generate`.
+            **options: `sampling`, `allow_beyond_context`, `kv_dtype` and `heads`, as for `generate`.
 
         Returns:
             The prefix.
@@ -374,7 +389,7 @@ class LanguageModel:
             directory: directory of the save.
             policy: the policy of the save.
             budget: the budget of the save.
-            **options: `sampling`, `allow_beyond_context` and `kv_dtype` of the save.
+            **options: `sampling`, `allow_beyond_context`, `kv_dtype` and `heads` of the save.
 
         Returns:
             The prefix.

@@ -103,8 +103,8 @@ def test_calibrations_are_read_by_the_policies(tiny_model, tmp_path):
     ))  # fmt: skip
     overlap, correlation = figures(tmp_path / "outlier_heads.json")
     assert overlap["case"] == "1 of 4 heads" and overlap["value"] in (0, 1) and -1 <= correlation["value"] <= 1
-    policy = PolicyChoice.parse(f"chelsea:outlier_heads={tmp_path / 'heads.json'}@256").make()
-    assert len(policy.choice.full) == 1 and (policy.choice.layers, policy.choice.kv_heads) == (2, 2)
+    shares = PolicyChoice.parse(f"chelsea:heads={tmp_path / 'heads.json'}@256").make().shares
+    assert np.shape(shares) == (2, 2) and np.sum(np.array(shares) == 1.0) == 1
     PolicyChoice.parse(f"infinigen:skew={tmp_path / 'skew.npz'}@256").make()
     with np.load(tmp_path / "skew.npz") as arrays:
         skew, values = arrays["skew"], arrays["singular_values"]

@@ -1,12 +1,16 @@
-"""`ByLayer`, `FirstLayers` and `ByHead`: different policies in the layers and heads of one model."""
+"""`ByLayer`, `FirstLayers`, `ByHead` and `HeadBudgets`: different policies in the layers and heads of one model."""
 
 import dataclasses
 
+import chex
+import hypothesis
+import jax
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax.budget import row_bytes
+from kvjax.combinators.head_budgets import _divide, load_shares, retrieving_heads, save_shares
 from tests.kvjax.support import POLICIES, WINDOW, Stream, decoded, make_spec, make_stream, row_keys
 
 EXACT, SLIDING = POLICIES["exact"], POLICIES["streaming_llm"]
@@ -58,25 +62,103 @@ def test_fit_bytes_uses_the_average_over_layers():
     assert sizes == [exact, row_bytes(sliding(20), spec)]
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        kvjax.Chelsea(24, sinks=2, recent=4, compact_every=4),
-        kvjax.AdaKV(kvjax.LeverageScores(24, compact_every=4), 0.0),
-        kvjax.HostMemory(kvjax.Quest(24), 1),
-    ],
-    ids=lambda policy: type(policy).__name__,
-)
+# --- head budgets ---
+
+ANY_POLICY = [
+    kvjax.Chelsea(24, sinks=2, recent=4, compact_every=4),
+    kvjax.AdaKV(kvjax.LeverageScores(24, compact_every=4), 0.0),
+    kvjax.HostMemory(kvjax.Quest(24), 1),
+]
+
+
+def init(policy, spec):
+    return kvjax.init(policy, spec, row_keys())
+
+
+@pytest.mark.parametrize("policy", ANY_POLICY, ids=lambda policy: type(policy).__name__)
 def test_layers_have_buffers_of_their_own_budget(policy):
-    """The factors apply to any policy with a budget, and to the policy inside a combinator."""
-    scaled = kvjax.LayerBudgets(policy, (0.0, 0.5, 1.75))
+    """The shares apply to any policy with a budget, and to the policy inside a combinator."""
+    scaled = kvjax.HeadBudgets(policy, ((0.0, 0.0), (0.5, 0.5), (1.75, 1.75)))
     alone = getattr(policy, "policy", policy)
     budgets = []
     for layer in range(3):
-        cache = kvjax.init(scaled, make_spec(layer=layer, layers=3), row_keys())
+        cache = init(scaled, make_spec(prompt=200, layer=layer, layers=3))
         inner = getattr(cache.policy, "policy", cache.policy)
         budgets.append(inner.budget)
         assert dataclasses.replace(inner, budget=alone.budget) == alone
     with pytest.raises(ValueError, match="budget="):  # the first layer has the smallest budget that is accepted
         dataclasses.replace(alone, budget=budgets[0] - 1)
-    assert budgets[1:] == [max(16, budgets[0]), 40]
+    assert budgets[1:] == [max(16, budgets[0]), 56]
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_heads_have_the_outputs_of_their_policies(kv_dtype):
+    """Full heads are exact, the others are what the policy is alone with the remaining slots."""
+    policy = kvjax.Chelsea(40, sinks=2, recent=8, compact_every=8, chunk=8)
+    spec, stream = make_spec(layers=2, kv_dtype=kv_dtype), make_stream()
+    budgets = kvjax.HeadBudgets(policy, retrieving_heads(2, 2, [(0, 1), (1, 0)]))
+    remaining = dataclasses.replace(policy, budget=8 * ((4 * 40 - 2 * spec.capacity) // 2 // 8))
+    exact = decoded(kvjax.Exact(8), stream, spec)[1]
+    alone = decoded(remaining, stream, spec)[1]
+    for layer in range(2):
+        _, outputs, _ = decoded(budgets, stream, dataclasses.replace(spec, layer=layer))
+        full = slice(2, 4) if layer == 0 else slice(0, 2)
+        other = slice(0, 2) if layer == 0 else slice(2, 4)
+        np.testing.assert_allclose(outputs[:, :, full], exact[:, :, full], atol=1e-5)
+        np.testing.assert_allclose(outputs[:, :, other], alone[:, :, other], atol=1e-5)
+
+
+def test_layers_with_other_heads_share_programs():
+    """Eight layers with a full head each, every time another one, have one structure; two full heads have another."""
+    full = [(layer, layer % 4) for layer in range(8)] + [(7, 1)]
+    budgets = kvjax.HeadBudgets(kvjax.Uniform(40, **WINDOW), retrieving_heads(8, 4, full))
+    spec = make_spec(kv_heads=4, query_heads=8, layers=8)
+    caches = [init(budgets, dataclasses.replace(spec, layer=layer)) for layer in range(8)]
+    structures = [jax.tree.structure(cache) for cache in caches]
+    assert len(set(structures[:7])) == 1 and structures[7] != structures[0]
+    chex.assert_trees_all_equal_shapes_and_dtypes(*caches[:7])
+
+
+@hypothesis.given(
+    shares=hypothesis.strategies.lists(
+        hypothesis.strategies.lists(hypothesis.strategies.floats(0, 10), min_size=2, max_size=2), min_size=1, max_size=4
+    ).filter(lambda rows: max(map(max, rows)) > 0),
+    budget=hypothesis.strategies.integers(40, 300),
+)
+@hypothesis.settings(deadline=None, max_examples=30)
+def test_slots_of_all_heads_are_the_budget(shares, budget):
+    """Together at most the budget, in proportion to the shares, and never more than the capacity in a head."""
+    capacity = 256
+    slots = np.stack(_divide(tuple(map(tuple, shares)), budget, capacity))
+    share = np.array(shares)
+    assert slots.sum() <= budget * share.size and slots.min() >= 0 and slots.max() <= capacity
+    bounded = slots < capacity
+    unused = budget * share.size - slots.sum()
+    assert unused <= share.size or not (share[bounded] > 0).any()
+    assert np.all(np.diff(slots.ravel()[np.argsort(share, axis=None)]) >= 0)
+
+
+def test_layers_without_shares_have_the_budget():
+    budgets = kvjax.HeadBudgets(kvjax.Uniform(40, **WINDOW), (None, (0.0, 1.0)))
+    spec = make_spec(prompt=200, layers=2)
+    assert init(budgets, spec).policy == kvjax.Uniform(40, **WINDOW)
+    policies = init(budgets, dataclasses.replace(spec, layer=1)).policy.policies
+    assert policies[1].budget == 80 > policies[0].budget
+
+
+def test_files_of_shares_are_a_setting_in_text(tmp_path):
+    shares = ((1.0, 0.001), None)
+    save_shares(tmp_path / "heads.json", shares, {"model": "none"})
+    assert load_shares(tmp_path / "heads.json") == shares
+    choice = kvjax.PolicyChoice.parse(f"uniform:heads={tmp_path / 'heads.json'}@140")
+    assert choice.make() == kvjax.HeadBudgets(kvjax.Uniform(140), shares)
+
+
+def test_the_shares_of_a_model_replace_auto():
+    choice = kvjax.PolicyChoice.parse("chelsea:heads=auto@400")
+    assert choice.needs_profile and str(choice) == "chelsea:heads=auto@400"
+    known = choice.with_shares(((1.0, 0.5),))
+    assert not known.needs_profile and known.make() == kvjax.HeadBudgets(kvjax.Chelsea(400), ((1.0, 0.5),))
+    assert choice.without_profile().make() == kvjax.Chelsea(400)
+    given = kvjax.PolicyChoice.parse("chelsea:compact_every=8")
+    assert given.with_settings(compact_every="4").make(400).compact_every == 8

@@ -15,7 +15,7 @@ from scipy import stats
 import kvjax
 from kvjax.budget import abstract_cache, format_bytes, row_bytes, row_read_bytes
 from kvjax.cache import _segments
-from kvjax.combinators.outlier_heads import HeadChoice
+from kvjax.combinators.head_budgets import retrieving_heads
 from kvjax.registry import POLICIES as REGISTERED
 from kvjax.registry import resolve_policy
 from kvjax.segment import BlockStoreRead, Segment
@@ -310,7 +310,7 @@ def test_fit_bytes_of_a_retrieval_policy_limits_the_bytes_read():
 def test_fit_bytes_holds_all_tokens_within_a_larger_limit(kv_dtype):
     spec = make_spec(kv_dtype=kv_dtype)
     make = functools.partial(kvjax.KeyDiff, reserve_decode_slots=True)
-    policy = kvjax.fit_bytes(lambda budget: kvjax.LayerBudgets(kvjax.AdaKV(make(budget)), (1.0,)), spec, 10**7)
+    policy = kvjax.fit_bytes(lambda budget: kvjax.HeadBudgets(kvjax.AdaKV(make(budget)), ((1.0, 1.0),)), spec, 10**7)
     slots = abstract_cache(policy, spec).state.keys.shape[2]
     assert spec.capacity <= slots < spec.capacity + 16
 
@@ -321,15 +321,15 @@ def test_fit_bytes_holds_all_tokens_within_a_larger_limit(kv_dtype):
 def odd_policies(budget):
     """Returns every registered policy and combinators for three layers, with sizes that 8 does not divide."""
     full, snapkv = kvjax.Exact(50), kvjax.SnapKV(budget)
-    heads = HeadChoice(3, KV_HEADS, ((1, 0),))
+    heads = retrieving_heads(3, KV_HEADS, [(1, 0)])
     return [
         *(policy() if name == "exact" else policy(budget) for name, policy in REGISTERED.items()),
         kvjax.StreamingLLM(budget, reindex=True),
         kvjax.SnapKV(budget, reserve_decode_slots=True),
         kvjax.AdaKV(snapkv),
-        kvjax.LayerBudgets(kvjax.AdaKV(snapkv), (0.5, 1.37, 1.13)),
+        kvjax.HeadBudgets(kvjax.AdaKV(snapkv), ((0.5, 0.5), (1.37, 1.37), (1.13, 1.13))),
         kvjax.ByHead((kvjax.H2O(budget), kvjax.Quest(budget))),
-        kvjax.OutlierHeads(kvjax.Uniform(budget + 1500), heads, full),
+        kvjax.HeadBudgets(kvjax.Uniform(budget + 1500), heads),
         *(kvjax.HostMemory(one(budget)) for one in (kvjax.ClusterKV, kvjax.InfiniGen)),
         kvjax.FirstLayers(1, kvjax.SubGen(budget, compact_every=13, per_cluster=3), full),
     ]
@@ -402,7 +402,7 @@ def test_errors_of_fit_bytes_explain_why_no_budget_fits():
     with pytest.raises(ValueError, match=r"limit=60 .*cannot hold sinks=4 and recent=64"):
         kvjax.fit_bytes(kvjax.Uniform, spec, 60)
     with pytest.raises(ValueError, match=r"reserved for new tokens; reduce max_new_tokens, set reserve_dec"):
-        kvjax.fit_bytes(lambda budget: kvjax.LayerBudgets(kvjax.AdaKV(kvjax.SnapKV(budget)), (1.0,)), spec, 3000)
+        kvjax.fit_bytes(lambda budget: kvjax.HeadBudgets(kvjax.AdaKV(kvjax.SnapKV(budget)), ((1.0, 1.0),)), spec, 3000)
     with pytest.raises(ValueError, match="a larger budget fits into limit=1000000000 .*clusters=16400 must be"):
         kvjax.fit_bytes(kvjax.SubGenMean, make_spec(prompt=100_000), 10**9)
     with pytest.raises(ValueError, match="does not grow with its budget"):

@@ -392,8 +392,12 @@ def test_layers_have_their_shares_of_the_budget():
         specs = [make_spec(layer=layer, layers=2, kv_dtype=kv_dtype) for layer in range(2)]
         return [kvjax.init(policy, spec, row_keys()).state.slots for spec in specs]
 
-    policy = kvjax.PolicyChoice.parse("leverage_scores:layer_budget_scale=(0.75,2.5)@32").make()
-    # A layer has at most one slot per token.
-    assert slots(policy, "int8") == [24, PROMPT + NEW]
-    # A layer has at least the slots of the sinks and of one compaction.
-    assert slots(kvjax.LayerBudgets(LeverageScores(64), (2.0, 0.0))) == [PROMPT + NEW, 4 + 16]
+    def policy(budget, *shares):
+        return kvjax.HeadBudgets(LeverageScores(budget), tuple((share, share) for share in shares))
+
+    assert slots(policy(32, 0.75, 1.25), "int8") == [24, 40]
+    # A layer has at least the slots of the sinks and of one compaction, and keeps everything in at most one per token.
+    cache = kvjax.init(policy(64, 2.0, 0.0), make_spec(layer=0, layers=2), row_keys())
+    assert cache.policy == kvjax.Exact(16)
+    cache = kvjax.init(policy(16 + 8, 2.0, 0.0), make_spec(layer=1, layers=2), row_keys())
+    assert cache.state.slots == 4 + 16

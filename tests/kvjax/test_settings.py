@@ -6,7 +6,7 @@
 import pytest
 
 import kvjax
-from kvjax.combinators.outlier_heads import HeadChoice
+from kvjax.combinators.head_budgets import retrieving_heads
 from kvjax.policies.balancekv_theory import BalanceKVTheory
 from tests.kvjax.support import POLICIES, WINDOW, make_spec, row_keys
 
@@ -70,8 +70,9 @@ EXACT, CHELSEA, QUEST = POLICIES["exact"], POLICIES["chelsea"], POLICIES["quest"
         ("clusterkv_residual:score_stddevs=-1.0@100", "score_stddevs=-1.0"),
         ("quest:host_steps=-1@40", "steps=-1"),
         ("quest:full_layers=-1@40", "layers=-1 must be at least 0"),
-        ("leverage_scores:layer_budget_scale=(1.0,-0.1)@64", "scale=.* no negative"),
-        ("leverage_scores:layer_budget_scale=(0.0,0.0)@64", "scale=.* at least one positive"),
+        ("leverage_scores:heads=auto@64", "heads=auto needs a model's profile; use kvjax_models, or pass heads=FILE"),
+        ("leverage_scores:heads=pyproject.toml@64", "pyproject.toml is not a file of head shares"),
+        ("leverage_scores:heads=absent.json@64", "No such file"),
     ],
 )
 def test_settings(text, message):
@@ -94,10 +95,14 @@ def test_settings(text, message):
         (lambda: kvjax.ByLayer([EXACT]), r"policies=.* must be \(Policy, \.\.\.\)"),
         (lambda: kvjax.HostMemory(kvjax.ByHead((EXACT,))), "HostMemory needs a retrieval policy .* got ByHead"),
         (lambda: kvjax.HostMemory(kvjax.HostMemory(QUEST)), "a retrieval policy whose blocks are on the device"),
-        (lambda: kvjax.LayerBudgets(EXACT, (1.0, 2.0)), "has no budget to scale"),
-        (lambda: HeadChoice(1, 2, full=((1, 0),)), r"head \(1, 0\) does not exist in 1 layers x 2 heads"),
-        (lambda: HeadChoice(1, 2, full=((0, 0), (0, 0))), "must name each head once"),
-        (lambda: kvjax.OutlierHeads(EXACT, HeadChoice(1, 2), EXACT), "policy=Exact.* must have a budget in slots"),
+        (lambda: kvjax.HeadBudgets(EXACT, ((1.0, 2.0),)), "has no budget to divide"),
+        (lambda: kvjax.HeadBudgets(CHELSEA, ()), "at least one"),
+        (lambda: kvjax.HeadBudgets(CHELSEA, (None, None)), "at least one"),
+        (lambda: kvjax.HeadBudgets(CHELSEA, ((1.0,), (1.0, 2.0))), "as many numbers in every layer"),
+        (lambda: kvjax.HeadBudgets(CHELSEA, ((1.0, -0.1),)), "no negative"),
+        (lambda: kvjax.HeadBudgets(CHELSEA, ((0.0, 0.0), None)), "at least one positive"),
+        (lambda: kvjax.HeadBudgets(CHELSEA, ((1.0, float("nan")),)), "shares="),
+        (lambda: retrieving_heads(1, 2, [(1, 0)]), r"head \(1, 0\) does not exist in 1 layers x 2 heads"),
     ],
 )
 def test_settings_that_texts_cannot_have(make, message):
@@ -113,12 +118,8 @@ def test_settings_that_texts_cannot_have(make, message):
         (BalanceKVTheory(20, bins=4, **WINDOW), "in 4 bins"),
         (kvjax.ByLayer((EXACT,)), "ByLayer has 1 policies for a model of 2 layers"),
         (kvjax.ByHead((EXACT,)), "ByHead has 1 policies for kv_heads=2"),
-        (kvjax.LayerBudgets(CHELSEA, (1.0,) * 3), "has 3 numbers for a model of 2 layers"),
-        (kvjax.OutlierHeads(CHELSEA, HeadChoice(2, 3), EXACT), "outlier heads are of 2 layers x 3 heads, .* has 2 x 2"),
-        (
-            kvjax.OutlierHeads(CHELSEA, HeadChoice(2, 2, full=((0, 0), (0, 1))), EXACT),
-            "budget=20 is too small: 2 of 4 heads keep 64 slots each",
-        ),
+        (kvjax.HeadBudgets(CHELSEA, ((1.0, 1.0),) * 3), "shares are of 3 layers, the model has 2"),
+        (kvjax.HeadBudgets(CHELSEA, ((1.0,) * 3,) * 2), "shares are of 3 KV heads per layer, the model has 2"),
     ],
 )
 def test_policies_that_do_not_fit_the_model(policy, message):

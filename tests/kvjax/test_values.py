@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.combinators.outlier_heads import HeadChoice
 from kvjax.policies.balancekv_theory import BalanceKVTheory
 from kvjax.policy import Policy
 from kvjax.registry import POLICIES as REGISTERED
@@ -23,7 +22,7 @@ from kvjax.registry import parse_value
 from tests.kvjax.support import POLICIES, WINDOW, make_spec, make_stream, row_keys
 
 COMBINATORS = {
-    "outlier_heads": kvjax.OutlierHeads(kvjax.Chelsea(90), HeadChoice(1, 2), kvjax.Exact()),
+    "head_budgets": kvjax.HeadBudgets(kvjax.Chelsea(90), ((1.0, 0.001),)),
     "host_memory": kvjax.HostMemory(kvjax.Quest(20)),
     "by_layer": kvjax.ByLayer((kvjax.Exact(), kvjax.Quest(20))),
     "by_head": kvjax.ByHead((kvjax.Exact(), kvjax.Quest(20))),
@@ -34,7 +33,7 @@ KINDS = POLICIES | {"kvgrad": kvjax.KVgrad(20), "kvzip": kvjax.KVzip(20)} | COMB
 CHANGE = {"compact_every": 4}
 CHANGES = {
     "ada_kv": {"alpha_safeguard": 0.0},
-    "outlier_heads": {"choice": HeadChoice(1, 2, full=((0, 1),))},
+    "head_budgets": {"shares": ((0.001, 1.0),)},
     "host_memory": {"steps": 2},
     "by_layer": {"policies": (kvjax.Exact(),)},
     "by_head": {"policies": (kvjax.Exact(),)},

@@ -1,27 +1,40 @@
-"""Resolves `policy="auto"`, `layer_budget_scale="auto"` and budgets in bytes for a model."""
+"""Resolves `policy="auto"`, `heads="auto"` and budgets in bytes for a model.
+
+`auto` keeps every token in the heads that retrieve, which the model's profile names, and the tokens that SnapKV selects
+in the others. It reads a prompt once:
+
+1. The format follows from the budget: from 20% of a full bfloat16 cache on tokens are stored in 8 bits, else in 4.
+2. The retrieving heads are the first ones of the profile's ranking, at most half of the slots.
+3. The staging buffer, which is not quantized, holds 16 tokens, or 4 if the budget is small.
+4. Later tokens have reserved slots, but in long generations they replace the tokens of lowest rank.
+
+`heads="auto"` does 2 and 3 for any policy with a budget.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 from absl import logging
 
 import kvjax
 from kvjax.budget import Budget, format_bytes, row_bytes
+from kvjax.combinators.head_budgets import Shares
+from kvjax.policy import Policy, setting_types
 from kvjax.quantization import FORMATS, KVDtype
-from kvjax.registry import AnyPolicy, PolicyChoice
+from kvjax.registry import POLICIES, AnyPolicy, PolicyChoice
 from kvjax.spec import CacheSpec
-from kvjax_models import calibration
-from kvjax_models.model.llama import Llama
+from kvjax_models.profile import Profile
 
 DEFAULT_BUDGET = "25%"
 _SCALE_BITS = 16 / 64  # per stored number, for vectors of 64 dimensions
 
 KVFormat = KVDtype | tuple[KVDtype, KVDtype] | None
-
+Heads: TypeAlias = str | Profile | Shares | None
 
 # Smallest budget, as a fraction of a full bfloat16 cache, and the format of `policy="auto"`. Measured on SmolLM2-135M.
-_AUTO_FORMATS: tuple[tuple[float, KVFormat], ...] = ((0.2, "int8"), (0.1, "int4"), (0.0, ("int4", "int2")))
+_AUTO_FORMATS: tuple[tuple[float, KVFormat], ...] = ((0.2, "int8"), (0.0, "int4"))
 # The staging buffer is not quantized: 16 tokens, or 4 if 16 exceed this fraction of the budget.
 _LARGEST_STAGING = 0.02
 _MAX_STAGING = 128  # tokens in the staging buffer of any policy by default
@@ -30,53 +43,90 @@ _LARGEST_RESERVE = 1 / 3
 
 
 def resolve_auto(
-    model: Llama, policy: AnyPolicy, budget: int | str | Budget | None, kv_dtype: KVFormat, spec: CacheSpec, tokens: int
+    policy: AnyPolicy,
+    budget: int | str | Budget | None,
+    kv_dtype: KVFormat,
+    spec: CacheSpec,
+    tokens: int,
+    *,
+    heads: Heads = None,
+    find_profile: Callable[[], Profile | None],
 ) -> tuple[AnyPolicy, int | str | Budget | None, KVFormat]:
     """Replaces "auto" in a policy by settings for a model.
 
-    `policy="auto"` stores the tokens in 4 bits, from 20% of a full bfloat16 cache on in 8, and below 10% values in 2,
-    unless `kv_dtype` is given. Its staging buffer holds 16 tokens, or 4 if the budget is smaller than 800 tokens in
-    bfloat16. Later tokens have reserved slots, but in long generations, where they would need more than a third of
-    the budget, they replace the tokens of lowest rank. The budget is divided among layers by the model's calibration.
-
     Args:
-        model: the decoder.
         policy: the policy.
         budget: the budget; 25% by default for "auto".
         kv_dtype: the quantization format.
         spec: spec of the caches without quantization.
         tokens: tokens of the full cache that a fraction refers to.
+        heads: "auto" or a profile for any policy, or the shares of `kvjax.HeadBudgets`.
+        find_profile: returns the model's profile, or None; called only if it is needed.
 
     Returns:
         The policy, the budget and the format.
+
+    Raises:
+        ValueError: if `heads` is given twice, or for a policy without a budget.
     """
     choice = PolicyChoice.parse(policy) if isinstance(policy, str) else policy
-    if not isinstance(choice, PolicyChoice) or not choice.needs_calibration:
+    if heads is not None and isinstance(choice, PolicyChoice):
+        if "heads" in dict(choice.settings):
+            raise ValueError(f"policy {choice} has heads; remove them or heads={heads!r}")
+        if not choice.takes_budget:
+            raise ValueError(f"policy {choice} keeps everything; remove heads={heads!r}")
+        choice = choice.with_settings(heads="auto")
+    if heads is None and not (isinstance(choice, PolicyChoice) and choice.needs_profile):
         return policy, budget, kv_dtype
-    is_auto = choice.settings == PolicyChoice.parse("auto").settings
-    if is_auto and budget is None and choice.budget is None:
+    if isinstance(heads, str) and heads != "auto":
+        raise ValueError(f"heads={heads!r} must be 'auto', a profile, shares of the heads, or None")
+    is_auto = isinstance(choice, PolicyChoice) and choice.is_auto
+    size = choice.budget if isinstance(choice, PolicyChoice) else None
+    if is_auto and budget is None and size is None:
         budget = DEFAULT_BUDGET
-    size = choice.budget if budget is None else Budget.of(budget)
+    size = size if budget is None else Budget.of(budget)
     fraction = _fraction(size, spec, tokens)
     if is_auto and kv_dtype is None:
         kv_dtype = next(formats for smallest, formats in _AUTO_FORMATS if fraction >= smallest)
     # In bytes, narrow formats keep more tokens.
     kept = fraction if size is not None and size.slots is not None else fraction * 16 / _bits(kv_dtype, spec)
+    shares = _shares(heads, min(kept, 1.0), find_profile)
+    if not isinstance(choice, PolicyChoice):
+        return _with_heads(choice, shares), budget, kv_dtype
+    settings = {}
+    if "compact_every" in setting_types(POLICIES[choice.name]):
+        settings["compact_every"] = "16" if _LARGEST_STAGING * fraction * tokens >= 16 else "4"
     if is_auto:
-        chosen = {
-            "compact_every": "16" if _LARGEST_STAGING * fraction * tokens >= 16 else "4",
-            "reserve_decode_slots": "true" if spec.max_new_tokens <= _LARGEST_RESERVE * kept * tokens else "false",
-        }
-        choice = dataclasses.replace(choice, settings=tuple((dict(choice.settings) | chosen).items()))
-    found = calibration.find(model)
-    if found is None:
-        logging.log_first_n(
-            logging.WARNING,
-            "the model has no calibration, so that all layers get equal budgets; run `kvjax calibrate` once",
-            1,
+        settings["reserve_decode_slots"] = (
+            "true" if spec.max_new_tokens <= _LARGEST_RESERVE * kept * tokens else "false"
         )
-        return choice.calibrated(None), budget, kv_dtype
-    return choice.calibrated(found.scale(min(kept, 1.0))), budget, kv_dtype
+    choice = choice.with_settings(**settings)
+    return choice.without_profile() if shares is None else choice.with_shares(shares), budget, kv_dtype
+
+
+def _shares(heads: Heads, kept: float, find_profile: Callable[[], Profile | None]) -> Shares | None:
+    """Returns the shares of the heads for a fraction of kept tokens; None, with a warning, without a profile."""
+    if isinstance(heads, tuple):
+        return heads
+    profile = heads if isinstance(heads, Profile) else find_profile()
+    if profile is None:
+        logging.log_first_n(logging.WARNING, "the model has no profile, so that all heads get equal budgets", 1)
+        return None
+    return profile.shares(kept)
+
+
+def _with_heads(policy: Any, shares: Shares | None) -> AnyPolicy:
+    """Returns a policy, or a function that makes one from a budget, with budgets by heads."""
+    if shares is None:
+        return policy
+    if isinstance(policy, Policy):
+        return kvjax.HeadBudgets(policy, shares)
+
+    def make(budget: int) -> Policy:
+        return kvjax.HeadBudgets(policy(budget), shares)
+
+    make.__name__ = str(getattr(policy, "__name__", policy))
+    return make
 
 
 def resolve_windows(
