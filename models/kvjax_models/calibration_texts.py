@@ -4,9 +4,10 @@ No download is needed, and every installation has texts of all kinds. Generated 
 """
 
 import contextlib
+import functools
 import html
-import inspect
 import importlib
+import inspect
 import json
 import pathlib
 import pydoc_data.topics
@@ -26,46 +27,49 @@ _MODULES = (
 )  # fmt: skip
 # IDLE and the license are not part of every installation; docstrings replace them.
 _FILES = ("idlelib/help.html", "LICENSE.txt", "idlelib/README.txt", "idlelib/NEWS.txt", "idlelib/NEWS2x.txt")
-_DOCUMENTED = ("decimal", "doctest", "optparse", "threading", "pickle", "typing", "unittest", "random", "cmd", "argparse")
+_DOCUMENTED = (
+    "decimal", "doctest", "optparse", "threading", "pickle", "typing", "unittest", "random", "cmd", "argparse",
+)  # fmt: skip
 
-_FIRST_NAMES = (
-    "Anna Bruno Chloe Dmitri Elif Farid Greta Hiro Imani Jonas Keiko Lars Mina Noor Otto Priya Quentin Rosa Samir Tove "
-    "Uma Viktor Wanda Xavier Yusuf Zofia"
-).split()
-_LAST_NAMES = (
-    "Abara Bellini Castro Dahl Eriksen Fontaine Gupta Hoffmann Ivanova Jansen Kowalski Lindqvist Moreau Nakamura Okafor "
-    "Petrov Quist Rossi Sato Tanaka Ulrich Vargas Weber Yilmaz Zeller"
-).split()
-_PLACES = (
-    "Bergen Cusco Dakar Essen Fukuoka Gdansk Hanoi Izmir Jaipur Krakow Lyon Malmo Nantes Oaxaca Porto Quito Riga Seville "
-    "Tbilisi Utrecht Valencia Windhoek Yerevan Zagreb"
-).split()
-_THINGS = (
-    "a copper kettle;a box of glass slides;the green ledger;two sacks of barley;an old barometer;a bicycle without a "
-    "saddle;the map of the valley;a crate of oranges;the spare rudder;a roll of blue cloth;three clay jars;a bundle of "
-    "letters;the brass telescope;a wooden flute;the longest ladder;a tin of paint;the station clock;a jar of honey"
-).split(";")
-_WORK = (
-    "repaired the roof of the mill;counted the boats in the harbor;taught the children to read a compass;planted forty "
-    "young plum trees;copied the parish register by hand;measured the depth of the well;sorted the mail before sunrise;"
-    "painted the shutters of the inn;tuned the piano in the town hall;wrote a report about the flood;translated a book "
-    "of recipes;took photographs of the eclipse;built a wall along the orchard;drove the night bus to the coast"
-).split(";")
-_WEATHER = (
-    "It had rained since the morning;The wind came from the north;Snow was still lying on the pass;The heat made "
-    "everybody slow;Fog covered the river;The evening was mild and clear;A storm had taken down the telephone line;"
-    "The first frost had come early"
-).split(";")
-_FEELINGS = "relieved,curious,tired,suspicious,cheerful,worried,proud,doubtful,grateful,impatient".split(",")
-_JOBS = "surveyor,baker,nurse,carpenter,geologist,clerk,pilot,gardener,printer,teacher,welder,archivist".split(",")
-_PRODUCTS = "lamp,valve,desk,sensor,rope,pump,filter,cable,hinge,battery,gasket,tripod".split(",")
-_STATES = "open,closed,pending,shipped,returned,archived,failed,paid".split(",")
-_LEVELS = "DEBUG,INFO,INFO,INFO,WARNING,ERROR".split(",")
-_EVENTS = (
-    "connection from {host} accepted;request {id} finished in {n} ms;cache miss for key {id};retry {k} of job {id};user "
-    "{name} logged in;disk {k} is {p}% full;file {id}.dat written, {n} bytes;timeout after {n} ms while reading from "
-    "{host};queue length is {n}"
-).split(";")
+# Words and phrases of generated texts: a kind in each paragraph.
+_VOCABULARY = """
+first name: Anna; Bruno; Chloe; Dmitri; Elif; Farid; Greta; Hiro; Imani; Jonas; Keiko; Lars; Mina; Noor; Otto; Priya;
+Quentin; Rosa; Samir; Tove; Uma; Viktor; Wanda; Xavier; Yusuf; Zofia
+
+last name: Abara; Bellini; Castro; Dahl; Eriksen; Fontaine; Gupta; Hoffmann; Ivanova; Jansen; Kowalski; Lindqvist;
+Moreau; Nakamura; Okafor; Petrov; Quist; Rossi; Sato; Tanaka; Ulrich; Vargas; Weber; Yilmaz; Zeller
+
+place: Bergen; Cusco; Dakar; Essen; Fukuoka; Gdansk; Hanoi; Izmir; Jaipur; Krakow; Lyon; Malmo; Nantes; Oaxaca; Porto;
+Quito; Riga; Seville; Tbilisi; Utrecht; Valencia; Windhoek; Yerevan; Zagreb
+
+thing: a copper kettle; a box of glass slides; the green ledger; two sacks of barley; an old barometer; a bicycle
+without a saddle; the map of the valley; a crate of oranges; the spare rudder; a roll of blue cloth; three clay jars;
+a bundle of letters; the brass telescope; a wooden flute; the longest ladder; a tin of paint; the station clock; a jar
+of honey
+
+deed: repaired the roof of the mill; counted the boats in the harbor; taught the children to read a compass; planted
+forty young plum trees; copied the parish register by hand; measured the depth of the well; sorted the mail before
+sunrise; painted the shutters of the inn; tuned the piano in the town hall; wrote a report about the flood; translated
+a book of recipes; took photographs of the eclipse; built a wall along the orchard; drove the night bus to the coast
+
+weather: It had rained since the morning; The wind came from the north; Snow was still lying on the pass; The heat
+made everybody slow; Fog covered the river; The evening was mild and clear; A storm had taken down the telephone line;
+The first frost had come early
+
+feeling: relieved; curious; tired; suspicious; cheerful; worried; proud; doubtful; grateful; impatient
+
+job: surveyor; baker; nurse; carpenter; geologist; clerk; pilot; gardener; printer; teacher; welder; archivist
+
+product: lamp; valve; desk; sensor; rope; pump; filter; cable; hinge; battery; gasket; tripod
+
+state: open; closed; pending; shipped; returned; archived; failed; paid
+
+level: DEBUG; INFO; INFO; INFO; WARNING; ERROR
+
+event: connection from {host} accepted; request {id} finished in {n} ms; cache miss for key {id}; retry {k} of job
+{id}; user {name} logged in; disk {k} is {p}% full; file {id}.dat written, {n} bytes; timeout after {n} ms while
+reading from {host}; queue length is {n}
+"""
 
 
 def texts() -> dict[str, str]:
@@ -102,8 +106,8 @@ def make_chunks(tokenizer: Tokenizer, sources: Sequence[str], tokens: int, count
     prefix = list(tokenizer.prefix_ids)
     size = tokens - len(prefix)
     bodies: list[list[list[int]]] = []
-    for source in sources:
-        ids = tokenizer.encode(source[: 16 * tokens * (count // len(sources) + 1)])
+    for source in filter(None, sources):
+        ids = tokenizer.encode(source[: 20 * tokens * count])  # of long files, more than what is needed
         ids = ids[len(prefix) :] if ids[: len(prefix)] == prefix else ids
         bodies.append([ids[first : first + size] for first in range(0, max(len(ids) - size, 0) + 1, size)])
     longest = max((len(body) for body in bodies), default=0)
@@ -152,8 +156,20 @@ def _generate(make_part: Callable[[random.Random], str], seed: int) -> str:
     return "\n\n".join(parts)[:_LENGTH]
 
 
+@functools.cache
+def _vocabulary() -> dict[str, list[str]]:
+    """Returns words and phrases by kind."""
+    paragraphs = (" ".join(paragraph.split()).partition(": ") for paragraph in _VOCABULARY.split("\n\n"))
+    return {kind: phrases.split("; ") for kind, _, phrases in paragraphs}
+
+
+def _pick(rng: random.Random, kind: str) -> str:
+    """Returns a random word or phrase of a kind."""
+    return rng.choice(_vocabulary()[kind])
+
+
 def _person(rng: random.Random) -> str:
-    return f"{rng.choice(_FIRST_NAMES)} {rng.choice(_LAST_NAMES)}"
+    return f"{_pick(rng, 'first name')} {_pick(rng, 'last name')}"
 
 
 def _word(rng: random.Random, length: int = 8) -> str:
@@ -165,11 +181,11 @@ def _record(rng: random.Random) -> dict[str, str | int | float]:
     return {
         "id": _word(rng),
         "customer": _person(rng),
-        "city": rng.choice(_PLACES),
-        "item": rng.choice(_PRODUCTS),
+        "city": _pick(rng, "place"),
+        "item": _pick(rng, "product"),
         "count": rng.randrange(1, 500),
         "price": rng.randrange(100, 99_999) / 100,
-        "state": rng.choice(_STATES),
+        "state": _pick(rng, "state"),
         "date": f"20{rng.randrange(10, 30)}-{rng.randrange(1, 13):02}-{rng.randrange(1, 29):02}",
     }
 
@@ -194,23 +210,23 @@ def _log_line(rng: random.Random) -> str:
         "n": rng.randrange(2, 90_000),
         "k": rng.randrange(1, 10),
         "p": rng.randrange(1, 100),
-        "name": rng.choice(_FIRST_NAMES).lower(),
+        "name": _pick(rng, "first name").lower(),
     }
-    return f"{time} {rng.choice(_LEVELS)} [worker-{rng.randrange(16)}] {rng.choice(_EVENTS).format(**fields)}"
+    return f"{time} {_pick(rng, 'level')} [worker-{rng.randrange(16)}] {_pick(rng, 'event').format(**fields)}"
 
 
 def _fact(rng: random.Random) -> str:
     """Returns a sentence with an invented fact."""
-    person, other, place = rng.choice(_FIRST_NAMES), _person(rng), rng.choice(_PLACES)
-    thing, job = rng.choice(_THINGS), rng.choice(_JOBS)
+    person, other, place = _pick(rng, "first name"), _person(rng), _pick(rng, "place")
+    thing, job = _pick(rng, "thing"), _pick(rng, "job")
     year, number = rng.randrange(1890, 2030), rng.randrange(3, 4000)
     return rng.choice(
         (
             f"{person} has lived in {place} since {year} and works as a {job}.",
-            f"In {year} {other}, a {job}, {rng.choice(_WORK)}.",
-            f"The house at {number} {rng.choice(_LAST_NAMES)} Street belongs to {other}.",
+            f"In {year} {other}, a {job}, {_pick(rng, 'deed')}.",
+            f"The house at {number} {_pick(rng, 'last name')} Street belongs to {other}.",
             f"{person} sold {thing} to {other} for {number} crowns.",
-            f"The road from {place} to {rng.choice(_PLACES)} is {number} kilometers long.",
+            f"The road from {place} to {_pick(rng, 'place')} is {number} kilometers long.",
             f"{other} was born in {place} on the {rng.randrange(2, 28)}th of May {year}.",
             f"The bridge in {place} was closed for {number} days, and nobody could say why.",
             f"The {job} remembered that {person} had left {thing} in {place}.",
@@ -220,39 +236,39 @@ def _fact(rng: random.Random) -> str:
 
 def _story(rng: random.Random) -> str:
     """Returns a short story or a letter."""
-    hero, friend, place = rng.choice(_FIRST_NAMES), rng.choice(_FIRST_NAMES), rng.choice(_PLACES)
-    sentences = [f"{rng.choice(_WEATHER)} when {hero} came to {place} with {rng.choice(_THINGS)}."]
+    hero, friend, place = _pick(rng, "first name"), _pick(rng, "first name"), _pick(rng, "place")
+    sentences = [f"{_pick(rng, 'weather')} when {hero} came to {place} with {_pick(rng, 'thing')}."]
     for _ in range(rng.randrange(6, 12)):
         sentences.append(
             rng.choice(
                 (
                     _fact(rng),
-                    f"{friend} {rng.choice(_WORK)}, and {hero} was {rng.choice(_FEELINGS)}.",
-                    f"{rng.choice(_WEATHER)}, so they stayed for {rng.randrange(2, 30)} days.",
-                    f'"Where is {rng.choice(_THINGS)}?" asked {friend}. {hero} looked {rng.choice(_FEELINGS)}.',
-                    f"Nobody in {place} knew that the {rng.choice(_JOBS)} once {rng.choice(_WORK)}.",
+                    f"{friend} {_pick(rng, 'deed')}, and {hero} was {_pick(rng, 'feeling')}.",
+                    f"{_pick(rng, 'weather')}, so they stayed for {rng.randrange(2, 30)} days.",
+                    f'"Where is {_pick(rng, "thing")}?" asked {friend}. {hero} looked {_pick(rng, "feeling")}.',
+                    f"Nobody in {place} knew that the {_pick(rng, 'job')} once {_pick(rng, 'deed')}.",
                 )
             )
         )
     if rng.random() < 0.4:
-        date = f"{rng.choice(_PLACES)}, {rng.randrange(1, 29)} March {rng.randrange(1900, 2030)}"
+        date = f"{_pick(rng, 'place')}, {rng.randrange(1, 29)} March {rng.randrange(1900, 2030)}"
         return f"{date}\n\nDear {friend},\n\n{' '.join(sentences)}\n\nYours,\n{hero}"
     return f"{' '.join(sentences[:5])}\n\n{' '.join(sentences[5:])}"
 
 
 def _dialogue(rng: random.Random) -> str:
     """Returns a conversation about facts that are stated in it."""
-    one, two = rng.sample(_FIRST_NAMES, 2)
+    one, two = rng.sample(_vocabulary()["first name"], 2)
     lines = []
     for _ in range(rng.randrange(4, 9)):
-        fact, place, thing = _fact(rng), rng.choice(_PLACES), rng.choice(_THINGS)
+        fact, place, thing = _fact(rng), _pick(rng, "place"), _pick(rng, "thing")
         question, answer = rng.choice(
             (
                 (f"What do you know about {place}?", fact),
-                (f"Did you bring {thing}?", f"No, {rng.choice(_FIRST_NAMES)} took it to {place}. {fact}"),
+                (f"Did you bring {thing}?", f"No, {_pick(rng, 'first name')} took it to {place}. {fact}"),
                 ("Can you say that again?", f"Of course. {fact}"),
-                (f"I heard that you {rng.choice(_WORK)}.", f"That was {rng.randrange(2, 30)} years ago. {fact}"),
-                (f"{fact} Is that right?", f"Yes, and I am {rng.choice(_FEELINGS)} about it."),
+                (f"I heard that you {_pick(rng, 'deed')}.", f"That was {rng.randrange(2, 30)} years ago. {fact}"),
+                (f"{fact} Is that right?", f"Yes, and I am {_pick(rng, 'feeling')} about it."),
             )
         )
         lines += [f"{one}: {question}", f"{two}: {answer}"]

@@ -36,6 +36,7 @@ from kvjax.policies.kvzip import KVzip
 from kvjax_models import atomic_io, calibration_texts
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.generation.prefill import embed, prefill_layers
+from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import DecoderLayer, Llama
 from kvjax_models.model.rotary import Rotary, rotation
 from kvjax_models.sharding import mesh_of
@@ -136,9 +137,9 @@ class _LayerSample:
             moments: second moments of the rotated queries [H_kv, D, D].
         """
         self.scores, self.x = scores, np.asarray(x)
-        queries = np.asarray(queries)[SKIPPED_TOKENS:]
-        self.query_means = queries.mean(axis=0, dtype=np.float64)
-        self.query_norms = np.linalg.norm(queries, axis=-1).mean(axis=0, dtype=np.float64)
+        later = np.asarray(queries)[SKIPPED_TOKENS:]
+        self.query_means = later.mean(axis=0, dtype=np.float64)
+        self.query_norms = np.linalg.norm(later, axis=-1).mean(axis=0, dtype=np.float64)
         self.query_moments = np.asarray(moments, np.float64)
 
     def features(self) -> Float[np.ndarray, "T-8 W+2"]:
@@ -218,9 +219,7 @@ def measure(
     return _measure_chunks(model, chunks, progress, scorer)
 
 
-def _measure_chunks(
-    model: Llama, chunks: Sequence[Sequence[int]], progress: Progress | None, scorer: bool
-) -> Profile:
+def _measure_chunks(model: Llama, chunks: Sequence[Sequence[int]], progress: Progress | None, scorer: bool) -> Profile:
     """Returns the profile that token ids of texts give."""
     config = model.config
     layers, kv_heads, dim = config.layers, config.kv_heads, config.head_dim
@@ -376,13 +375,13 @@ def find_or_measure(model: Llama, tokenizer: Tokenizer | None) -> Profile | None
     if found is not None or tokenizer is None or mesh_of(model) is not None or not _layers_without_window(model):
         return found
     with tqdm(desc="measuring the model once", unit="layer", disable=None, leave=False) as bar:
-        profile = measure(model, tokenizer, max_texts=_QUICK_TEXTS, progress=_update(bar), scorer=False)
+        profile = measure(model, tokenizer, max_texts=_QUICK_TEXTS, progress=progress_of(bar), scorer=False)
     save(model, profile)
     return profile
 
 
-def _update(bar: tqdm) -> Progress:
-    """Returns a function that updates a progress bar."""
+def progress_of(bar: tqdm) -> Progress:
+    """Returns a function for `measure` that updates a progress bar."""
 
     def show(done: int, total: int) -> None:
         bar.total = total
@@ -434,7 +433,7 @@ def write_file(path: pathlib.Path, model: Llama, profile: Profile) -> None:
         arrays["scorer"] = profile.scorer.astype(np.float32)
     header = {"format": _FORMAT, "model": profile_key(model), "kvjax": kvjax.__version__}
     with atomic_io.atomic_replace(path) as partial, partial.open("wb") as file:
-        np.savez_compressed(file, header=np.asarray(json.dumps(header)), **arrays)  # type: ignore[arg-type]
+        np.savez_compressed(file, header=np.asarray(json.dumps(header)), **arrays)
 
 
 def read_file(path: pathlib.Path, model: Llama) -> Profile:
@@ -453,7 +452,7 @@ def read_file(path: pathlib.Path, model: Llama) -> Profile:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        valid = _header(arrays) == {"format": _FORMAT, "model": profile_key(model)} and _are_valid(arrays, model)
+        valid = _header(arrays) == {"format": _FORMAT, "model": profile_key(model)} and _are_valid(arrays, model.config)
     except (ValueError, TypeError, KeyError, AttributeError, OSError, EOFError, zipfile.BadZipFile, zlib.error):
         valid = False
     if not valid:
@@ -462,7 +461,7 @@ def read_file(path: pathlib.Path, model: Llama) -> Profile:
     correlations = np.zeros((*deviations.shape, deviations.shape[-1]), np.float32)
     rows, columns = np.tril_indices(deviations.shape[-1], -1)
     correlations[..., rows, columns] = correlations[..., columns, rows] = arrays["query_correlations"]
-    correlations[..., *np.diag_indices(deviations.shape[-1])] = 1
+    correlations += np.eye(deviations.shape[-1], dtype=np.float32)
     return Profile(
         arrays["head_needs"],
         arrays["kept_mass"],
@@ -479,9 +478,8 @@ def _header(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     return {"format": header["format"], "model": header["model"]}
 
 
-def _are_valid(arrays: Mapping[str, np.ndarray], model: Llama) -> bool:
+def _are_valid(arrays: Mapping[str, np.ndarray], config: LlamaConfig) -> bool:
     """Returns whether the arrays of a file have the sizes of a model and possible values."""
-    config = model.config
     layers, kv_heads, query_heads, dim = config.layers, config.kv_heads, config.query_heads, config.head_dim
     shapes = {
         "head_needs": (len(FRACTIONS), layers, kv_heads),
@@ -503,12 +501,16 @@ def _are_valid(arrays: Mapping[str, np.ndarray], model: Llama) -> bool:
     )
 
 
+def shipped_directory() -> pathlib.Path:
+    """Returns the directory of the profiles in the package, which are named for known models."""
+    return pathlib.Path(str(importlib.resources.files("kvjax_models"))) / _DIRECTORY
+
+
 @functools.cache
 def _shipped() -> dict[str, pathlib.Path]:
     """Returns the files of the profiles in the package, by `profile_key`."""
-    directory = pathlib.Path(str(importlib.resources.files("kvjax_models"))) / _DIRECTORY
     paths = {}
-    for path in sorted(directory.glob("*.npz")):
+    for path in sorted(shipped_directory().glob("*.npz")):
         with np.load(path, allow_pickle=False) as file:
             paths[_header({"header": file["header"]})["model"]] = path
     return paths
