@@ -27,7 +27,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from absl import logging
+from jaxtyping import Array, Float, Int
 from tqdm import tqdm
 
 import kvjax
@@ -100,31 +101,26 @@ class Profile:
         heads = (divmod(int(index), needs.shape[1]) for index in order)
         return [(layer, head) for layer, head in heads if needs[layer, head] > 0]
 
-    def log_scores(
-        self, layer: int, x: Float[Array, "... T W"], first: int = 0, xp: Any = jnp
-    ) -> Float[Array, "... T H_kv"]:
-        """Predicts the log of the scores of tokens.
 
-        Args:
-            layer: number of the layer.
-            x: normalized residual stream of consecutive tokens.
-            first: position of the first token.
-            xp: array module, `jax.numpy` or `numpy`.
+def predict_log_scores(
+    scorer: Float[Array, "W+2 H_kv"], x: Float[Array, "*B T W"], first: Int[Array, ""] | int = 0
+) -> Float[Array, "*B T H_kv"]:
+    """Predicts the log of the scores of tokens; can be used in `jax.jit`.
 
-        Returns:
-            Log scores, float32.
+    Args:
+        scorer: the layer's coefficients, `Profile.scorer[layer]`.
+        x: normalized residual stream of consecutive tokens.
+        first: position of the first token.
 
-        Raises:
-            ValueError: if the profile has no scorer.
-        """
-        if self.scorer is None:
-            raise ValueError("the profile has no scorer; run `kvjax calibrate` once")
-        weights = xp.asarray(self.scorer[layer])
-        position = xp.log1p(first + xp.arange(x.shape[-2], dtype=xp.float32))[:, None]
-        return xp.asarray(x, xp.float32) @ weights[:-2] + weights[-2] + position * weights[-1]
+    Returns:
+        Log scores, float32.
+    """
+    scorer, x = jnp.asarray(scorer, jnp.float32), x.astype(jnp.float32)
+    position = jnp.log1p(first + jnp.arange(x.shape[-2], dtype=jnp.float32))[:, None]
+    return x @ scorer[:-2] + scorer[-2] + position * scorer[-1]
 
 
-class _LayerSample:
+class LayerSample:
     """One layer's measurements of one text of T tokens."""
 
     def __init__(self, scores: Float[np.ndarray, "H_kv T"], x: Array, queries: Array, moments: Array):
@@ -280,7 +276,7 @@ def head_needs(
     return np.stack(needs), np.asarray(mass)
 
 
-def read_layers(model: Llama, tokens: Sequence[int]) -> Iterator[_LayerSample | None]:
+def read_layers(model: Llama, tokens: Sequence[int]) -> Iterator[LayerSample | None]:
     """Yields the measurements of each layer of a text.
 
     Args:
@@ -297,7 +293,7 @@ def read_layers(model: Llama, tokens: Sequence[int]) -> Iterator[_LayerSample | 
     inputs = _attention_inputs(model.layers[0], model.config.rotary(0, count), x)
     for number, layer in enumerate(prefill_layers(model, padded, lengths, count, [0] * layers, repeat)):
         received = None if layer.repeated is None else layer.repeated.received
-        yield None if received is None else _LayerSample(np.asarray(received[0, :, :count]), *inputs)
+        yield None if received is None else LayerSample(np.asarray(received[0, :, :count]), *inputs)
         if number + 1 < layers:  # before the next step donates the residual stream
             rotary = model.config.rotary(number + 1, count)
             inputs = _attention_inputs(model.layers[number + 1], rotary, layer.x)
@@ -376,7 +372,10 @@ def find_or_measure(model: Llama, tokenizer: Tokenizer | None) -> Profile | None
         return found
     with tqdm(desc="measuring the model once", unit="layer", disable=None, leave=False) as bar:
         profile = measure(model, tokenizer, max_texts=_QUICK_TEXTS, progress=progress_of(bar), scorer=False)
-    save(model, profile)
+    try:
+        save(model, profile)
+    except OSError as error:
+        logging.warning("the profile of the model cannot be saved and will be measured again: %s", error)
     return profile
 
 
