@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 import kvjax
 from kvjax import rope
+from kvjax.combinators.head_budgets import Shares, retrieving_heads
 from kvjax.policies.kvzip import KVzip
 from kvjax_models import atomic_io, calibration_texts
 from kvjax_models.formats.tokenizer import Tokenizer
@@ -51,6 +52,8 @@ MIN_TOKENS = 64
 SKIPPED_TOKENS = 8  # attention sinks, which neither the scorer nor the moments of queries include
 MIN_SCORE = 1e-12  # before the logarithm
 RIDGE = 1.0  # weight of the squared coefficients in the regression
+MAX_FULL_SHARE = 0.18  # of the heads keep every token,
+MAX_BUDGET_SHARE = 0.6  # in at most this share of all slots
 _QUICK_TEXTS = 2  # for a model without a profile
 _FORMAT = 1  # version of the files
 _DIRECTORY = "profiles"
@@ -100,6 +103,22 @@ class Profile:
         order = np.argsort(-needs, axis=None, kind="stable")
         heads = (divmod(int(index), needs.shape[1]) for index in order)
         return [(layer, head) for layer, head in heads if needs[layer, head] > 0]
+
+    def shares(self, kept: float) -> Shares:
+        """Returns the shares of the budget with which the retrieving heads keep every token.
+
+        Args:
+            kept: average number of slots of a head, relative to the tokens.
+
+        Returns:
+            The shares of `kvjax.HeadBudgets`; None for layers whose heads all have a sliding window.
+        """
+        ranked, (layers, kv_heads) = self.ranked_heads(), self.head_needs.shape[1:]
+        count = min(MAX_FULL_SHARE, MAX_BUDGET_SHARE * kept) * len(ranked)
+        full = ranked[: max(1, math.floor(count))]
+        with_budget = {layer for layer, _ in ranked}
+        shares = retrieving_heads(layers, kv_heads, full)
+        return tuple(row if layer in with_budget else None for layer, row in enumerate(shares))
 
 
 def predict_log_scores(
