@@ -77,6 +77,9 @@ POLICIES: dict[str, type[Policy]] = {
     "tova": TOVA,
 }
 
+# Algorithms whose guarantees are proven, which pretrained models do not answer with.
+THEORY = ("subgen", "balancekv_theory")
+
 # Settings of any policy in text, which put a combinator around it.
 _COMBINATOR_SETTINGS = ("full_layers", "host_steps", "alpha_safeguard", "heads")
 
@@ -126,12 +129,14 @@ class PolicyChoice:
         settings: pairs of a setting and its value as text.
         budget: the budget, if it is part of the text.
         shares: shares of the KV heads, with which `heads=auto` is replaced.
+        is_auto: whether the text is `auto`, whose further settings `kvjax_models` chooses for a model and a budget.
     """
 
     name: str
     settings: tuple[tuple[str, str], ...] = ()
     budget: Budget | None = None
     shares: Shares | None = None
+    is_auto: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "PolicyChoice":
@@ -149,8 +154,7 @@ class PolicyChoice:
             ValueError: if the policy, a setting, a value or the budget is invalid.
         """
         description, _, budget = text.partition("@")
-        description = _AUTO if description == "auto" else description
-        name, _, settings_text = description.partition(":")
+        name, _, settings_text = (_AUTO if description == "auto" else description).partition(":")
         if name not in POLICIES:
             suggestion = did_you_mean(name, ["auto", *POLICIES])
             raise ValueError(
@@ -162,7 +166,8 @@ class PolicyChoice:
             if not equals:
                 raise ValueError(f"policy {shorten(text)}: {shorten(part)} must have the form setting=value")
             settings.append((key, value))
-        choice = cls(name, tuple(settings), Budget.parse(budget) if budget else None)
+        size = Budget.parse(budget) if budget else None
+        choice = cls(name, tuple(settings), size, is_auto=description == "auto")
         if budget and not choice.takes_budget:
             raise ValueError(f"policy {shorten(text)}: {name} keeps everything and takes no budget")
         choice.without_profile().make(_LARGE_BUDGET)
@@ -172,11 +177,6 @@ class PolicyChoice:
     def needs_profile(self) -> bool:
         """Whether the text has `heads=auto` and the shares are not known."""
         return ("heads", "auto") in self.settings and self.shares is None
-
-    @property
-    def is_auto(self) -> bool:
-        """Whether the text is `auto`."""
-        return self.settings == PolicyChoice.parse("auto").settings
 
     def with_shares(self, shares: Shares) -> "PolicyChoice":
         """Returns the choice with the shares of a model's KV heads for `heads=auto`.
@@ -206,7 +206,7 @@ class PolicyChoice:
 
     def __str__(self) -> str:
         text = f"{self.name}:{self.variant}" if self.settings else self.name
-        return ("auto" if text == _AUTO else text) + (f"@{self.budget}" if self.budget else "")
+        return ("auto" if self.is_auto else text) + (f"@{self.budget}" if self.budget else "")
 
     def make(self, budget: int | None = None) -> Policy:
         """Returns the policy.

@@ -7,11 +7,11 @@ import re
 import simple_parsing
 
 from kvjax.messages import did_you_mean, shorten
-from kvjax.registry import POLICIES, PolicyChoice, settings_of
+from kvjax.registry import POLICIES, THEORY, PolicyChoice, settings_of
 from kvjax_models.cli.options import write_output
-from kvjax_models.generation.auto_policy import DEFAULT_BUDGET, resolve_auto
+from kvjax_models.generation import auto_policy
 
-_AUTO_SUMMARY = "The recommended policy: KVzip with one budget for all layers and heads, quantized."
+_AUTO_SUMMARY = "The recommended policy: all tokens in the heads that retrieve, SnapKV in the others, quantized."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,18 +44,36 @@ def list_policies() -> str:
     """Returns every policy with its summary."""
     width = max(map(len, POLICIES))
     lines = [f"{'auto':{width}}  {_AUTO_SUMMARY}"]
-    lines += [f"{name:{width}}  {_summary(POLICIES[name])}" for name in POLICIES]
-    more = "kvjax policies NAME shows settings. All policies take full_layers=N, and --kv_dtype."
+    lines += [f"{name:{width}}  {_summary(POLICIES[name])}" for name in POLICIES if name not in THEORY]
+    lines += ["", "Algorithms of theorems, which pretrained models do not answer with:"]
+    lines += [f"{name:{width}}  {_summary(POLICIES[name])}" for name in THEORY]
+    more = (
+        "kvjax policies NAME shows settings. All policies take full_layers=N and --kv_dtype; those with a budget take\n"
+        "heads=auto, which keeps all tokens in the heads that retrieve."
+    )
     return "\n".join([*lines, "", more, ""])
 
 
 def describe_auto() -> str:
-    """Describes `auto` for the command line, from the documentation of `resolve_auto`."""
-    rules = inspect.cleandoc(resolve_auto.__doc__ or "").split("\n\n")[1]
+    """Describes `auto` for the command line, from the documentation of `auto_policy`."""
+    _, rules, steps, *_ = inspect.cleandoc(auto_policy.__doc__ or "").split("\n\n")
     choice = PolicyChoice.parse("auto")
     equivalent = f"It stands for {choice.name}:{choice.variant}, with settings for the model and the budget:"
     return "\n".join(
-        ["auto", "", _AUTO_SUMMARY, "", equivalent, "", rules, "", f"Budget: {DEFAULT_BUDGET} by default", ""]
+        [
+            "auto",
+            "",
+            _AUTO_SUMMARY,
+            "",
+            equivalent,
+            "",
+            rules,
+            "",
+            steps,
+            "",
+            f"Budget: {auto_policy.DEFAULT_BUDGET} by default",
+            "",
+        ]
     )
 
 

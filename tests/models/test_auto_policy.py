@@ -1,0 +1,116 @@
+"""`policy="auto"` and `heads="auto"`: settings for a model and a budget."""
+
+import flax.nnx as nnx
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.combinators.head_budgets import retrieving_heads
+from kvjax.registry import PolicyChoice
+from kvjax_models.generation.auto_policy import resolve_auto
+from kvjax_models.generation.state import cache_specs
+from kvjax_models.model.llama import Llama
+from kvjax_models.profile import FRACTIONS, Profile
+from tests.models.support import small_config
+
+LAYERS, KV_HEADS = 10, 2
+SHARES = retrieving_heads(LAYERS, KV_HEADS, [(1, 0)])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Llama(small_config(layers=LAYERS, query_heads=4, kv_heads=KV_HEADS, width=32), rngs=nnx.Rngs(0))
+
+
+def make_profile(needs):
+    return Profile(np.tile(needs, (len(FRACTIONS), 1, 1)), *(np.zeros(0),) * 5)
+
+
+NEEDS = np.linspace(0.01, 0.9, LAYERS * KV_HEADS).reshape(LAYERS, KV_HEADS)
+
+
+def resolve(model, policy, budget=None, kv_dtype=None, tokens=1000, new=4, profile=None, **options):
+    spec = cache_specs(model, batch=1, max_prompt_tokens=tokens - new, max_new_tokens=new, streaming=False)[0]
+    return resolve_auto(policy, budget, kv_dtype, spec, tokens, find_profile=lambda: profile, **options)
+
+
+@pytest.mark.parametrize(
+    ("budget", "kv_dtype", "expected", "full", "compact_every"),
+    [
+        ("10%", None, "int4", 3, 4),  # 18% of 20 heads
+        ("4%", None, "int4", 1, 4),  # 16% of the slots of 20 heads, of which 60% are less than two heads
+        ("25%", None, "int8", 3, 4),
+        (None, None, "int8", 3, 4),
+        ("25%", "int8", "int8", 3, 4),
+        (150, "int8", "int8", 1, 4),  # slots are tokens
+        ("95%", None, "int8", 3, 16),
+    ],
+)
+def test_auto_stores_few_bits_and_all_tokens_of_some_heads(model, budget, kv_dtype, expected, full, compact_every):
+    choice, resolved_budget, resolved_dtype = resolve(model, "auto", budget, kv_dtype, profile=make_profile(NEEDS))
+    assert resolved_dtype == expected and resolved_budget == ("25%" if budget is None else budget)
+    heads = [(LAYERS - 1, 1), (LAYERS - 1, 0), (LAYERS - 2, 1)][:full]
+    policy = kvjax.SnapKV(64, reserve_decode_slots=True, compact_every=compact_every)
+    assert choice.make(64) == kvjax.HeadBudgets(policy, retrieving_heads(LAYERS, KV_HEADS, heads))
+
+
+def test_layers_with_a_window_have_no_shares():
+    shares = make_profile(np.array([[0.0, 0.0], [0.5, 0.2]])).shares(1.0)
+    assert shares == (None, retrieving_heads(2, 2, [(1, 0)])[1])
+
+
+def test_any_policy_takes_the_heads_of_a_profile(model):
+    choice, budget, kv_dtype = resolve(model, "chelsea:heads=auto@25%", profile=make_profile(NEEDS))
+    assert (budget, kv_dtype) == (None, None)
+    shares = make_profile(NEEDS).shares(0.25)
+    assert choice.make(100) == kvjax.HeadBudgets(kvjax.Chelsea(100, compact_every=4), shares)
+    for heads in ("auto", make_profile(NEEDS)):
+        same, *_ = resolve(model, "chelsea", "25%", profile=make_profile(NEEDS), heads=heads)
+        assert same.make(100) == choice.make(100)
+    given, *_ = resolve(model, "chelsea:compact_every=8", "25%", heads=SHARES)
+    assert given.make(100) == kvjax.HeadBudgets(kvjax.Chelsea(100, compact_every=8), SHARES)
+    of_class, *_ = resolve(model, kvjax.SnapKV, "25%", heads=SHARES)
+    assert of_class(100) == kvjax.HeadBudgets(kvjax.SnapKV(100), SHARES)
+    value, *_ = resolve(model, kvjax.SnapKV(100), heads=SHARES)
+    assert value == kvjax.HeadBudgets(kvjax.SnapKV(100), SHARES)
+
+
+def test_policies_without_heads_do_not_need_a_profile(model):
+    unchanged = (PolicyChoice.parse("snapkv@25%"), None, None)
+    assert resolve(model, *unchanged) == unchanged
+    assert resolve(model, "snapkv", 40) == ("snapkv", 40, None)
+
+
+def test_models_without_a_profile_have_equal_budgets(model):
+    choice, *_ = resolve(model, "auto")
+    assert choice.make(64) == kvjax.SnapKV(64, reserve_decode_slots=True, compact_every=4)
+
+
+def test_auto_stages_more_tokens_in_a_large_cache(model):
+    for tokens, compact_every in ((3000, 4), (3300, 16)):  # 16 tokens are 2% of 800
+        choice, *_ = resolve(model, "auto", "25%", tokens=tokens)
+        assert choice.make(64).compact_every == compact_every
+
+
+def test_later_tokens_of_a_long_generation_replace_tokens_of_the_prompt(model):
+    for new, reserved in ((100, True), (400, False)):  # int8 keeps 470 of 1000 tokens
+        choice, *_ = resolve(model, "auto", "25%", new=new)
+        assert choice.make(64).reserve_decode_slots == reserved
+
+
+@pytest.mark.parametrize(
+    ("policy", "heads", "message"),
+    [
+        ("chelsea:heads=auto", "auto", "has heads; remove them or heads='auto'"),
+        ("exact", "auto", "policy exact keeps everything; remove heads='auto'"),
+        ("chelsea", "all", "heads='all' must be 'auto', a profile, shares of the heads, or None"),
+    ],
+)
+def test_invalid_heads_are_refused(model, policy, heads, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(model, policy, "25%", heads=heads)
+
+
+def test_kvjax_alone_has_no_profile():
+    with pytest.raises(ValueError, match="heads=auto needs a model's profile"):
+        PolicyChoice.parse("auto@25%").make(64)
