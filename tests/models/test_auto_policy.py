@@ -62,7 +62,7 @@ def test_layers_with_a_window_have_no_shares():
 def test_any_policy_takes_the_heads_of_a_profile(model):
     choice, budget, kv_dtype = resolve(model, "chelsea:heads=auto@25%", profile=make_profile(NEEDS))
     assert (budget, kv_dtype) == (None, None)
-    shares = make_profile(NEEDS).shares(0.25)
+    shares = make_profile(NEEDS).shares(0.125)  # the model is in float32
     assert choice.make(100) == kvjax.HeadBudgets(kvjax.Chelsea(100, compact_every=4), shares)
     for heads in ("auto", make_profile(NEEDS)):
         same, *_ = resolve(model, "chelsea", "25%", profile=make_profile(NEEDS), heads=heads)
