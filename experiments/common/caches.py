@@ -132,6 +132,7 @@ def make_generator(
         setting.formats,
         spec,
         budget_tokens,
+        streaming=streaming,
         find_profile=llm.profile,
     )
     assert isinstance(choice, PolicyChoice)

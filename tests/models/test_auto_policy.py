@@ -92,6 +92,12 @@ def test_auto_stages_more_tokens_in_a_large_cache(model):
         assert choice.make(64).compact_every == compact_every
 
 
+def test_auto_uses_a_policy_that_streams_for_streamed_prompts(model):
+    choice, *_ = resolve(model, "auto", "25%", profile=make_profile(NEEDS), streaming=True)
+    policy = choice.make(100)
+    assert isinstance(policy.policy, kvjax.Chelsea) and not policy.requires.entire_prompt and str(choice) == "auto"
+
+
 def test_later_tokens_of_a_long_generation_replace_tokens_of_the_prompt(model):
     for new, reserved in ((100, True), (400, False)):  # int8 keeps 470 of 1000 tokens
         choice, *_ = resolve(model, "auto", "25%", new=new)
