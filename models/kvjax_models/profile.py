@@ -408,7 +408,7 @@ def save(model: Llama, profile: Profile) -> pathlib.Path:
 def write_file(path: pathlib.Path, model: Llama, profile: Profile) -> None:
     """Writes a profile.
 
-    Moments are stored as variances and, in float16, the lower triangle of the correlations.
+    The scorer is stored in float16, moments as variances and, in float16, the lower triangle of the correlations.
 
     Args:
         path: the file, which is replaced if it exists.
@@ -429,7 +429,8 @@ def write_file(path: pathlib.Path, model: Llama, profile: Profile) -> None:
         "query_norms": profile.query_norms.astype(np.float32),
     }
     if profile.scorer is not None:
-        arrays["scorer"] = profile.scorer.astype(np.float32)
+        is_small = np.max(np.abs(profile.scorer)) < np.finfo(np.float16).max
+        arrays["scorer"] = profile.scorer.astype(np.float16 if is_small else np.float32)
     header = {"format": _FORMAT, "model": profile_key(model), "kvjax": kvjax.__version__}
     with atomic_io.atomic_replace(path) as partial, partial.open("wb") as file:
         np.savez_compressed(file, header=np.asarray(json.dumps(header)), **arrays)
@@ -464,7 +465,7 @@ def read_file(path: pathlib.Path, model: Llama) -> Profile:
     return Profile(
         arrays["head_needs"],
         arrays["kept_mass"],
-        arrays.get("scorer"),
+        arrays["scorer"].astype(np.float32) if "scorer" in arrays else None,
         correlations * deviations[..., :, None] * deviations[..., None, :],
         arrays["query_means"],
         arrays["query_norms"],

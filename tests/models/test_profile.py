@@ -131,7 +131,7 @@ def test_a_saved_profile_belongs_to_all_files_of_a_model(llm, measured):
     graph, state = nnx.split(llm.model)
     narrow = nnx.merge(graph, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
     for model in (llm.model, narrow):
-        assert_equal(profile.find(model), measured, rtol=1e-6, atol=1e-3)
+        assert_equal(profile.find(model), measured, rtol=1e-3, atol=1e-3)
     before = path.read_bytes()
     profile.save(llm.model, profile.find(llm.model))
     assert len(before) == path.stat().st_size
@@ -180,7 +180,7 @@ def test_a_model_without_a_profile_is_measured_once(llm, monkeypatch):
     assert profile.find_or_measure(llm.model, None) is None
     found = profile.find_or_measure(llm.model, llm.tokenizer)
     monkeypatch.setattr(profile, "measure", None)
-    assert_equal(profile.find_or_measure(llm.model, llm.tokenizer), found, rtol=1e-6, atol=1e-3)
+    assert_equal(profile.find_or_measure(llm.model, llm.tokenizer), found, rtol=1e-3, atol=1e-3)
     assert profile.find_or_measure(llm.model, None) is not None
     windows = Llama(small_config(layers=2, windows=(16, 16)), rngs=nnx.Rngs(0))
     assert profile.find_or_measure(windows, llm.tokenizer) is None
