@@ -83,6 +83,11 @@ def test_a_profile_describes_heads_without_a_window(llm, measured):
     assert np.all(np.diff(measured.kept_mass) > 0)
 
 
+def test_the_scorer_is_optional(llm, measured):
+    found = profile.measure(llm.model, llm.tokenizer, TEXTS, scorer=False)
+    assert found.scorer is None and np.array_equal(found.head_needs, measured.head_needs)
+
+
 def test_statistics_of_queries(llm, measured):
     """Rotated queries of all tokens come from the prefill; means of unrotated ones from undoing the rotation."""
     model, expected, norms = llm.model, [], []
@@ -123,6 +128,7 @@ def test_ridge_regression_beats_the_mean_on_new_samples():
     targets = features @ weights + rng.normal(size=(500, 3))
     error = np.mean((features @ ridge.solve() - targets) ** 2, axis=0)
     assert np.all(error < 0.15 * np.var(targets, axis=0))
+    assert np.linalg.norm(ridge.solve(1000.0)) < np.linalg.norm(ridge.solve())
 
 
 def test_a_saved_profile_belongs_to_all_files_of_a_model(llm, measured):
@@ -190,7 +196,7 @@ def test_a_profile_that_cannot_be_saved_is_used(llm, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(profile, "TOKENS", 100)
-    assert profile.find_or_measure(llm.model, llm.tokenizer).scorer is None
+    assert profile.find_or_measure(llm.model, llm.tokenizer).ranked_heads()
 
 
 def test_what_cannot_be_measured_is_refused(llm, monkeypatch):
