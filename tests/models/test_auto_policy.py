@@ -38,7 +38,7 @@ def resolve(model, policy, budget=None, kv_dtype=None, tokens=1000, new=4, profi
     ("budget", "kv_dtype", "expected", "full", "compact_every"),
     [
         ("10%", None, "int4", 3, 8),  # 18% of 20 heads
-        ("4%", None, ("int4", "int2"), 2, 8),  # 80% of 18% of the slots of 20 heads are less than three heads
+        ("3%", None, ("int4", "int2"), 2, 8),  # 80% of the slots, which are for 15% of the tokens, are 2.4 heads
         ("20%", None, "int8", 3, 8),
         (None, None, "int8", 3, 16),
         ("25%", "int8", "int8", 3, 16),
