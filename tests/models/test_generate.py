@@ -22,6 +22,7 @@ from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.state import compact_layer
 from kvjax_models.model import llama
 from kvjax_models.model.llama import Llama
+from tests.models import tiny
 from tests.models.support import compile_counts, key_data, small_config
 
 VOCABULARY, PERIOD, CHUNK = 128, 16, 32
@@ -462,3 +463,14 @@ def test_weights_of_repetitions_are_gradients_and_norms(options):
         kernel = np.asarray(module.attention.output.kernel).reshape(4, config.head_dim, config.width)
         added = np.einsum("bnhd,hdw->bhnw", np.repeat(layer.values, 2, axis=2), kernel)
         np.testing.assert_allclose(layer.repeated.value_norms, np.linalg.norm(added, axis=-1), rtol=1e-4, atol=1e-6)
+
+
+def test_layers_that_share_programs_have_their_own_heads():
+    llm = tiny.make_llm()
+    full, short = kvjax.Exact(compact_every=8), kvjax.StreamingLLM(16, sinks=2, compact_every=8)
+    policies = [kvjax.ByHead(heads) for heads in ((full, short), (short, full))]
+    sizes = {"batch": 1, "max_prompt_tokens": 40, "max_new_tokens": 8}
+    state = Generator(llm.model, policies, **sizes).init_state()
+    heads = [[group.index.tolist() for group in cache.state.heads] for cache in state.layers]
+    assert heads == [[[0], [1]], [[1], [0]]]
+    assert state.layers[0].policy == state.layers[1].policy

@@ -112,7 +112,8 @@ def init_state(
     """
     layers = []
     for number, equal in enumerate(first_equal_layers(policies, specs, mesh)):
-        cache, counters = _init_layer(policies[equal], specs[equal], mesh, seed, np.int32(number))
+        # Its own policy, because equal caches may differ in data that `init` writes (the heads of a `ByHead`).
+        cache, counters = _init_layer(policies[number], specs[equal], mesh, seed, np.int32(number))
         layers.append(cache)
     return GenerationState(
         layers=tuple(layers), counters=counters, **_init_rows(specs[0].batch, vocab_size, mesh, seed)
