@@ -2,15 +2,14 @@
 
 1. The model computes the text layer by layer, as in `Generator.prefill`.
 2. Every layer is compressed again by its policy, with the random keys of the text's state and without quantization.
-3. This time the values have more dimensions: a constant, and one dimension for each position of a block of positions.
-4. A token's value is `MARK` in the constant and in the dimension of its position, and 0 in the others.
-5. The marks are too small to change the norm of a value in float32, so that the policy makes the same choices.
-6. A copy of a token has its mark, and the mean of n tokens has the n marks divided by n.
-7. A mark divided by the entry's constant is the token's share of the entry's slot, and a token's shares are added up.
-8. Texts whose marks exceed `MAX_ELEMENTS` are compressed several times, each time with another block of positions.
+3. The values of the entries are differentiated with respect to the values of the tokens.
+4. A copy of a token has the derivative 1, and a mean of n tokens the derivative 1/n with respect to each of them.
+5. The choices of a policy are discrete and have no derivative, so that any policy can be differentiated.
+6. One derivative with D value dimensions serves D - 1 positions: each changes another dimension.
+7. All tokens change the first dimension, whose derivative is the sum over the tokens of an entry.
+8. A derivative divided by that sum is a token's share of the entry's slot, and the shares of a token are added up.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Shaped
 
 import kvjax
 from kvjax.cache import with_counters
@@ -28,11 +27,7 @@ from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill import compression_arguments
 from kvjax_models.generation.state import check_seed, init_layers
 
-# A power of two, whose multiples are exact. Its square is lost in a float32 sum with the square of a value.
-MARK = 2.0**-40
-MAX_ELEMENTS = 2**24  # of one layer's marks
-MIN_BLOCK = 64  # positions
-_MAX_NEGATIVE = 1e-3  # share of a mark that rounding may make negative
+_MAX_NEGATIVE = 1e-3  # share that rounding may make negative
 
 
 def kept_shares(generator: Generator, tokens: Sequence[int], seed: int = 0) -> Float[np.ndarray, "L H_kv T"]:
@@ -56,46 +51,36 @@ def kept_shares(generator: Generator, tokens: Sequence[int], seed: int = 0) -> F
     if generator.mesh is not None:
         raise ValueError("the kept tokens are found on a single device; load the model without a mesh")
     if generator.streaming:
-        raise ValueError("a streaming prefill has no tokens to compare with; create the prefix without streaming")
+        raise ValueError("a streaming prefill never has all tokens of a layer; create the prefix without streaming")
     layers, lengths = generator.prefilled_layers([tokens])
-    kv_heads = generator.config.kv_heads
-    block = min(max(MAX_ELEMENTS // (kv_heads * len(tokens)), MIN_BLOCK), len(tokens))
-    specs = tuple(
-        replace(spec, dtype=jnp.float32, kv_dtype=None, value_dim=spec.head_dim + 1 + block) for spec in generator.specs
-    )
+    specs = tuple(replace(spec, dtype=jnp.float32, kv_dtype=None) for spec in generator.specs)
     caches = init_layers(generator.policies, specs, None, check_seed(seed))
-    kept, carry = np.zeros((generator.config.layers, kv_heads, len(tokens)), np.float32), None
-    for number, ((cache, counters), layer) in enumerate(zip(caches, layers, strict=True)):
+    kept, carry = [], None
+    for policy, (cache, counters), layer in zip(generator.policies, caches, layers, strict=True):
         arguments, options = compression_arguments(cache, counters, layer, lengths, carry)
-        for first in range(0, len(tokens), block):
-            shares, new_carry = _block_shares(block, np.int32(first), *arguments, **options)
-            kept[number, :, first : first + block] = np.asarray(shares)[:, : len(tokens) - first]
-        carry = new_carry
-        if kept[number].min() < -_MAX_NEGATIVE:
+        shares, carry = _layer_shares(*arguments, **options)
+        kept.append(np.asarray(shares)[:, : len(tokens)])
+        if kept[-1].min() < -_MAX_NEGATIVE:
             raise ValueError(
-                f"{generator.policies[number]} fits its values to the attention of the text, so that its entries are "
-                "not means of tokens; use a policy that selects or merges tokens"
+                f"{policy} fits its values to the attention of the text, so that its entries are not means of tokens; "
+                "use a policy that selects or merges tokens"
             )
     return np.maximum(kept, 0)
 
 
-@functools.partial(jax.jit, static_argnames=("block",))
-def _block_shares(
-    block: int,
-    first: Int[Array, ""],
+@jax.jit
+def _layer_shares(
     cache: kvjax.Cache,
     counters: Counters,
     keys: Float[Array, "1 N H_kv D"],
     values: Float[Array, "1 N H_kv D"],
     *prompt: Any,
     **options: Any,
-) -> tuple[Float[Array, "H_kv block"], Shaped[Array, "1 H_kv *N"] | None]:
-    """Compresses a layer with marked values.
+) -> tuple[Float[Array, "H_kv N"], Shaped[Array, "1 H_kv *N"] | None]:
+    """Compresses a layer and returns the shares of all tokens.
 
     Args:
-        block: number of positions with marks.
-        first: first position with a mark.
-        cache: empty cache for values with marks, without counters.
+        cache: empty cache, without counters.
         counters: its counters.
         keys: keys of the text.
         values: values of the text.
@@ -103,41 +88,50 @@ def _block_shares(
         **options: options of `kvjax.prefill`.
 
     Returns:
-        The shares of the block's tokens, and the carry for the next layer.
+        The shares, and the carry for the next layer.
     """
-    tokens, kv_heads = keys.shape[1:3]
-    is_position = jnp.arange(tokens)[:, None] == first + jnp.arange(block)
-    marks = MARK * jnp.concatenate([jnp.ones((tokens, 1)), is_position], axis=1)
-    marks = jnp.broadcast_to(marks[None, :, None], (1, tokens, kv_heads, 1 + block))
-    marked = jnp.concatenate([values.astype(jnp.float32), marks], axis=3)
-    cache, carry = kvjax.prefill(with_counters(cache, counters), keys, marked, *prompt, **options)
-    shares, retrieves = jnp.zeros((kv_heads, block)), jnp.zeros(kv_heads, bool)
-    for one in cache.policy.segments(cache.state, jnp.zeros((1, 1), jnp.int32)):
-        heads = jnp.arange(kv_heads) if one.kv_heads is None else one.kv_heads
-        if isinstance(one, BlockStoreRead):
-            retrieves = retrieves.at[heads].set(True)
-        elif one.values is not None:
-            shares = shares.at[heads].add(_segment_shares(one, values.shape[3]))
+    _, tokens, kv_heads, dim = values.shape
+
+    def compress(values: Array) -> tuple[list[Array], Any]:
+        """Returns the values of all segments, and what else is needed of them."""
+        filled, carry = kvjax.prefill(with_counters(cache, counters), keys, values, *prompt, **options)
+        retrieves, entries, numbers = jnp.zeros(kv_heads, bool), [], []
+        for one in filled.policy.segments(filled.state, jnp.zeros((1, 1), jnp.int32)):
+            heads = jnp.arange(kv_heads) if one.kv_heads is None else jnp.asarray(one.kv_heads)
+            if isinstance(one, BlockStoreRead):
+                retrieves = retrieves.at[heads].set(True)
+            elif one.values is not None:
+                entries.append(jnp.asarray(one.values)[0])
+                numbers.append((heads, _is_occupied(one)))
+        return entries, (retrieves, numbers, carry)
+
+    _, derivative, (retrieves, numbers, carry) = jax.linearize(compress, values.astype(jnp.float32), has_aux=True)
+
+    def block_shares(first: Array) -> Float[Array, "H_kv P"]:
+        """Returns the shares of P = D - 1 tokens from position `first` on."""
+        is_position = jnp.arange(tokens)[:, None] == first + jnp.arange(dim - 1)
+        change = jnp.concatenate([jnp.ones((tokens, 1)), is_position], axis=1)[None, :, None]
+        shares = jnp.zeros((kv_heads, dim - 1))
+        for change_of_entries, (heads, is_occupied) in zip(
+            derivative(jnp.broadcast_to(change, values.shape)), numbers, strict=True
+        ):
+            total = change_of_entries[..., :1]
+            is_token = is_occupied[..., None] & (total != 0)
+            share = jnp.where(is_token, change_of_entries[..., 1:] / jnp.where(is_token, total, 1), 0)
+            shares = shares.at[heads].add(jnp.sum(share, axis=1))
+        return shares
+
+    blocks = jax.lax.map(block_shares, jnp.arange(0, tokens, dim - 1))
+    shares = jnp.moveaxis(blocks, 0, 1).reshape(kv_heads, -1)[:, :tokens]
     return jnp.where(retrieves[:, None], 1.0, shares), carry
 
 
-def _segment_shares(segment: Segment, value_dim: int) -> Float[Array, "H block"]:
-    """Returns the sums of the tokens' shares over the occupied entries of a segment.
-
-    Args:
-        segment: segment of one batch row.
-        value_dim: dimensions of a value before its marks.
-    """
-    values: Any = segment.values  # not quantized
-    marks = values[0, ..., value_dim:].astype(jnp.float32)
-    slot = jnp.arange(marks.shape[1])
-    is_occupied = jnp.ones(marks.shape[:2], bool)
-    for bound, is_inside in ((segment.start, jnp.greater_equal), (segment.stop, jnp.less)):
-        if bound is not None:
-            is_occupied &= is_inside(slot, bound[0, -1])
-    if segment.log_num is not None:
-        is_occupied &= segment.log_num[0] > -jnp.inf
-    total = marks[..., 0]
-    is_occupied &= total != 0
-    weight = jnp.where(is_occupied, 1 / jnp.where(is_occupied, total, 1), 0)
-    return jnp.sum(weight[..., None] * jnp.where(is_occupied[..., None], marks[..., 1:], 0), axis=1)
+def _is_occupied(segment: Segment) -> Bool[Array, "H S"]:
+    """Returns which slots of a segment of one batch row add to the numerator of attention."""
+    slot = jnp.arange(segment.keys.shape[2])
+    is_occupied = jnp.ones(segment.keys.shape[1:3], bool)
+    if segment.start is not None:
+        is_occupied &= slot >= segment.start[0, -1]
+    if segment.stop is not None:
+        is_occupied &= slot < segment.stop[0, -1]
+    return is_occupied if segment.log_num is None else is_occupied & (segment.log_num[0] > -jnp.inf)
