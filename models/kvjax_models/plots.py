@@ -1,5 +1,6 @@
 """Figures of compressed caches, for notebooks and pages. They need matplotlib: `pip install 'kvjax[plots]'`."""
 
+import io
 from collections.abc import Iterable
 
 import numpy as np
@@ -42,7 +43,7 @@ def plot_kept(
     for layer, head in marked:
         if not (0 <= layer < layers and 0 <= head < kv_heads):
             raise ValueError(f"head {(layer, head)} does not exist in {layers} layers x {kv_heads} heads")
-    figure = Figure(figsize=(8, min(max(1.5 + 0.05 * layers * kv_heads, 2.5), 9)), layout="constrained")
+    figure = _NotebookFigure(figsize=(8, min(max(1.5 + 0.05 * layers * kv_heads, 2.5), 9)), layout="constrained")
     axes = figure.subplots()
     # Square root, so that a token in a large cluster differs from a dropped one.
     shade = np.sqrt(np.clip(kept, 0, 1)).reshape(layers * kv_heads, tokens)
@@ -63,6 +64,15 @@ def plot_kept(
     if title is not None:
         axes.set_title(title)
     return figure
+
+
+class _NotebookFigure(Figure):
+    """A figure that notebooks display without pyplot, which would keep it open."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=100)
+        return buffer.getvalue()
 
 
 def _colors() -> ListedColormap:
