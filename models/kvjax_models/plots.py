@@ -58,7 +58,8 @@ def plot_kept(
         )  # fmt: skip
         figure.legend(handles=[marks], loc="outside lower right", frameon=False, fontsize="small")
     step = -(-layers // _MAX_LAYER_LABELS)
-    axes.set_yticks([(layer + 0.5) * kv_heads - 0.5 for layer in range(0, layers, step)], list(range(0, layers, step)))
+    labels = range(0, layers, step)
+    axes.set_yticks([(layer + 0.5) * kv_heads - 0.5 for layer in labels], list(map(str, labels)))
     axes.tick_params(axis="y", length=0, pad=10 if marked else 3)
     axes.set(xlabel="position", ylabel="layer" if kv_heads == 1 else f"layer ({kv_heads} KV heads each)")
     if title is not None:
