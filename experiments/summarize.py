@@ -41,6 +41,7 @@ class Line(NamedTuple):
     Attributes:
         setting: policy, budget and quantization.
         held: mean resident share of a full bfloat16 cache.
+        tail: mean share of question and answer in addition; None if the other shares include them.
         read: mean share that a decode step reads.
         scores: mean score of each task.
         mean: mean over the tasks that count.
@@ -51,6 +52,7 @@ class Line(NamedTuple):
 
     setting: str
     held: float
+    tail: float | None
     read: float
     scores: dict[str, Estimate]
     mean: Estimate | None
@@ -100,8 +102,9 @@ def _groups(rows: Iterable[Row], tasks: Sequence[str]) -> dict[str, Float[np.nda
 
 
 def title_of(row: Row) -> str:
-    """Returns the title of a row's table: model, length, kind of question and dtype."""
-    return f"{row.model}, {row.tokens} tokens, question {row.question}, {row.dtype}"
+    """Returns the title of a row's table: its `Row.conditions`."""
+    budgets = "" if row.tail_fraction is None else ", budgets of the text"
+    return f"{row.model}, {row.tokens} tokens, question {row.question}, {row.dtype}{budgets}"
 
 
 def summarize(rows: Sequence[Row], reference: str = caches.FULL, floor: float = 0.6) -> list[Table]:
@@ -143,6 +146,9 @@ def _table(title: str, metric: str, rows: Sequence[Row], reference: str, floor: 
             Line(
                 setting,
                 float(np.mean([row.cache_fraction for row in scored])) if scored else float("nan"),
+                None
+                if not scored or scored[0].tail_fraction is None
+                else float(np.mean([row.tail_fraction or 0.0 for row in scored])),
                 float(np.mean([row.read_fraction for row in scored])) if scored else float("nan"),
                 {task: bootstrap([values]) for task, values in groups.items()},
                 bootstrap([groups[task] for task in counted]) if is_complete else None,
@@ -161,11 +167,13 @@ def _table(title: str, metric: str, rows: Sequence[Row], reference: str, floor: 
 def cells(table: Table, reference: str) -> tuple[list[str], list[list[str]]]:
     """Returns the columns and lines of a table."""
     mean = ["mean"] if len(table.tasks) > 1 else []
-    columns = ["", "held", "read", *table.tasks, *mean, f"minus {reference}", "documents", "errors"]
+    tail = ["question and answer"] if any(line.tail is not None for line in table.lines) else []
+    columns = ["", "held", *tail, "read", *table.tasks, *mean, f"minus {reference}", "documents", "errors"]
     lines = [
         [
             line.setting,
             f"{line.held:.1%}",
+            *("-" if line.tail is None else f"+{line.tail:.1%}" for _ in tail),
             f"{line.read:.1%}",
             *(line.scores[task].fixed() if task in line.scores else "-" for task in table.tasks),
             *(line.mean.fixed() if line.mean else "-" for _ in mean),

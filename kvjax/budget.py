@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -121,7 +122,7 @@ def row_bytes(policy: Policy, spec: CacheSpec) -> int:
     Returns:
         Bytes of all buffers, also of the staging buffer and of empty slots.
     """
-    return cache_bytes(abstract_cache(policy, dataclasses.replace(spec, batch=1))).device
+    return _row_bytes(policy, dataclasses.replace(spec, batch=1))[0]
 
 
 def row_read_bytes(policy: Policy, spec: CacheSpec) -> int:
@@ -134,7 +135,14 @@ def row_read_bytes(policy: Policy, spec: CacheSpec) -> int:
     Returns:
         Bytes; see `kvjax.read_bytes`.
     """
-    return read_bytes(abstract_cache(policy, dataclasses.replace(spec, batch=1)))
+    return _row_bytes(policy, dataclasses.replace(spec, batch=1))[1]
+
+
+@functools.lru_cache(maxsize=4096)  # a fit traces the caches of many budgets
+def _row_bytes(policy: Policy, spec: CacheSpec) -> tuple[int, int]:
+    """Returns the bytes that a cache holds and that a decode step reads."""
+    cache = abstract_cache(policy, spec)
+    return cache_bytes(cache).device, read_bytes(cache)
 
 
 def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Policy:
@@ -265,7 +273,7 @@ def _smallest_budget(make: Callable[[int], Policy], spec: CacheSpec, limit: int)
 def _try_layers(policy: Policy, spec: CacheSpec) -> None:
     """Raises a ValueError if a layer cannot have a cache of this policy; equal layers are tried once."""
     for equal in _equal_layers(policy, spec):
-        abstract_cache(policy, equal[0])
+        row_bytes(policy, equal[0])
 
 
 def format_bytes(count: float) -> str:

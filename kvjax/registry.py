@@ -86,7 +86,7 @@ _COMBINATOR_SETTINGS = ("full_layers", "host_steps", "alpha_safeguard", "heads")
 # The policy `auto`, whose settings `kvjax_models` completes for a model and a budget.
 _AUTO = "snapkv:heads=auto"
 
-_LARGE_BUDGET = 2**20  # slots with which a policy can only be refused for its other settings
+LARGE_BUDGET = 2**20  # slots with which a policy can only be refused for its other settings
 
 
 def register(name: str, policy_class: PolicyClass) -> PolicyClass:
@@ -170,7 +170,7 @@ class PolicyChoice:
         choice = cls(name, tuple(settings), size, is_auto=description == "auto")
         if budget and not choice.takes_budget:
             raise ValueError(f"policy {shorten(text)}: {name} keeps everything and takes no budget")
-        choice.without_profile().make(_LARGE_BUDGET)
+        choice.without_profile().make(LARGE_BUDGET)
         return choice
 
     @property

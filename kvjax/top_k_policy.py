@@ -23,8 +23,8 @@ class TopKPolicy(Policy[TopKStore]):
 
     A subclass is a frozen dataclass with one method, `score`. The first tokens (sinks) and the last ones (recent) are
     always kept. Slots are in the order of rank, so that a later token needs no score: it takes a free slot, or the slot
-    of the token with the lowest rank. `AdaKV` shares the budget among the heads of a layer, `LayerBudgets` divides it
-    among the layers.
+    of the token with the lowest rank. `AdaKV` shares the budget among the heads of a layer, `HeadBudgets` divides it
+    among all heads.
 
     Attributes:
         budget: slots per KV head, for the prompt and later tokens.

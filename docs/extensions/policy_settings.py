@@ -12,19 +12,18 @@ import re
 import docstring_parser
 from docutils import nodes
 from docutils.statemachine import StringList
-from kvjax.combinators.layer_budgets import LayerBudgets
-from kvjax.combinators.outlier_heads import OutlierHeads
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from kvjax.combinators.ada_kv import AdaKV
 from kvjax.combinators.by_head import ByHead
 from kvjax.combinators.by_layer import ByLayer, FirstLayers
+from kvjax.combinators.head_budgets import HeadBudgets
 from kvjax.combinators.host_memory import HostMemory
 from kvjax.registry import POLICIES, settings_of
 from kvjax.top_k_policy import TopKPolicy
 
-_OTHERS = (AdaKV, ByHead, ByLayer, FirstLayers, HostMemory, LayerBudgets, OutlierHeads, TopKPolicy)
+_OTHERS = (AdaKV, ByHead, ByLayer, FirstLayers, HeadBudgets, HostMemory, TopKPolicy)
 CLASSES: dict[str, type] = {**POLICIES, **{policy_class.__name__: policy_class for policy_class in _OTHERS}}
 
 _REFERENCE = re.compile(r"\n\s*Reference:\s*(.*)", flags=re.DOTALL)

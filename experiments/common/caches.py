@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 
 import kvjax
-from kvjax.budget import Budget, row_bytes, row_read_bytes
+from kvjax.budget import Budget, abstract_cache, row_bytes, row_read_bytes
 from kvjax.policy import Policy
 from kvjax.quantization import KVDtype
-from kvjax.registry import PolicyChoice
+from kvjax.registry import LARGE_BUDGET, PolicyChoice
 from kvjax_models import LanguageModel
 from kvjax_models.generation.auto_policy import resolve_auto
 from kvjax_models.generation.generator import Generator
@@ -55,7 +55,7 @@ class Setting:
         Args:
             spec: spec of the caches.
             tokens: tokens of the text; a budget in percent is a share of its full bfloat16 cache.
-            tail_tokens: tokens after the text, whose bytes (`tail_bytes`) are added to a budget in percent.
+            tail_tokens: tokens after the text, whose bytes (`tail_bytes`) come beside a budget in percent.
             choice: the policy, if it has the shares of a model's heads.
 
         Returns:
@@ -64,9 +64,11 @@ class Setting:
         choice = choice or PolicyChoice.parse(self.policy)
         reference = dataclasses.replace(spec, window=None, dtype=REFERENCE_DTYPE)
         budget = Budget.parse(self.budget) if self.budget else None
-        return dataclasses.replace(choice, budget=with_tail(budget, reference, tokens, tail_tokens)).fit(
-            reference, tokens
-        )
+        if budget is not None and budget.fraction is not None and tail_tokens:
+            tail = tail_bytes(reference, tail_tokens, choice.make(LARGE_BUDGET).compact_every)
+            total = reference.layers * (budget.limit(reference, tokens) + tail)
+            budget = dataclasses.replace(budget, fraction=None, bytes=total)
+        return dataclasses.replace(choice, budget=budget).fit(reference, tokens)
 
 
 def parse_settings(
@@ -132,6 +134,7 @@ def make_generator(
         setting.formats,
         spec,
         budget_tokens,
+        streaming=streaming,
         find_profile=llm.profile,
     )
     assert isinstance(choice, PolicyChoice)
@@ -140,31 +143,25 @@ def make_generator(
     return Generator(llm.model, policy, **sizes, kv_dtype=kv_dtype, eos=eos, allow_beyond_context=True)
 
 
-def with_tail(budget: Budget | None, spec: kvjax.CacheSpec, tokens: int, tail_tokens: int) -> Budget | None:
-    """Adds the bytes of the tokens after a text to the text's budget, if that is in percent.
+def tail_bytes(spec: kvjax.CacheSpec, tokens: int, compact_every: int) -> int:
+    """Returns the bytes that the tokens after a text take in the cache of one row and layer.
 
     Args:
-        budget: the budget.
         spec: spec of the caches.
-        tokens: tokens of the text.
-        tail_tokens: tokens after it.
+        tokens: tokens after the text.
+        compact_every: slots of the staging buffer, which holds only such tokens.
 
     Returns:
-        The budget, as text in percent and in bytes.
+        Bytes of the entries of the tokens in the cache's format, and of the staging buffer.
     """
-    if budget is None or budget.fraction is None or not tail_tokens:
-        return budget
-    layer_bytes = budget.limit(spec, tokens) + tail_bytes(spec, tail_tokens)
-    return dataclasses.replace(budget, fraction=None, bytes=layer_bytes * spec.layers)
 
+    def empty_cache(tokens: int) -> kvjax.Cache:
+        sizes = dataclasses.replace(spec, window=None, batch=1, max_prompt_tokens=tokens)
+        return abstract_cache(kvjax.Exact(compact_every), sizes)
 
-def tail_bytes(spec: kvjax.CacheSpec, tokens: int) -> int:
-    """Returns the bytes that the entries of `tokens` tokens take in the cache of one row and layer."""
-
-    def exact_bytes(tokens: int) -> int:
-        return row_bytes(kvjax.Exact(), dataclasses.replace(spec, window=None, max_prompt_tokens=tokens))
-
-    return tokens * (exact_bytes(8192) - exact_bytes(4096)) // 4096
+    few, many = empty_cache(4096), empty_cache(8192)
+    entry_bytes = (kvjax.cache_bytes(many).device - kvjax.cache_bytes(few).device) / 4096
+    return round(tokens * entry_bytes) + kvjax.cache_bytes(few.staging).device
 
 
 def full_bytes(generator: Generator, tokens: int) -> int:
@@ -199,8 +196,8 @@ def measure_size(generator: Generator, state: GenerationState, tokens: int, tail
     total = kvjax.cache_bytes(state.layers)
     _, read_bytes = _row_bytes(generator.policies, generator.specs)
     held, read = fractions(generator, tokens)
-    specs = (spec for spec in _reference_specs(generator) if spec.window is None)
-    tail = sum(tail_bytes(spec, tail_tokens) for spec in specs) / full_bytes(generator, tokens)
+    specs = (spec for spec in _reference_specs(generator) if spec.window is None and tail_tokens)
+    tail = sum(tail_bytes(spec, tail_tokens, generator.block_size) for spec in specs) / full_bytes(generator, tokens)
     device, host = total.device // generator.batch, total.host // generator.batch
     return CacheSize(device, host, read_bytes, held - tail, read - tail, tail)
 

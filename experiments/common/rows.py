@@ -90,7 +90,12 @@ class Row:
     @property
     def run_key(self) -> tuple[Any, ...]:
         """The values of `key` that all questions of a run share."""
-        return self.model, self.task, self.setting, self.question, self.tokens, self.seed, self.dtype
+        return (*self.conditions, self.task, self.setting, self.seed)
+
+    @property
+    def conditions(self) -> tuple[Any, ...]:
+        """The values that all rows of a table share."""
+        return self.model, self.tokens, self.question, self.dtype, self.tail_fraction is None
 
 
 def read_rows(paths: Iterable[pathlib.Path]) -> list[Row]:

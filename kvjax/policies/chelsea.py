@@ -38,8 +38,8 @@ class Chelsea(Policy[ChelseaState]):
     When tokens that left the window exceed the slots, similar neighbors are merged step by step until exactly the
     budget is used. A centroid weighs as much as the tokens that were merged into it.
 
-    In the paper, outlier heads keep the full cache (section 5.4, appendix B); use `kvjax.OutlierHeads`, or
-    `outlier_heads=FILE` in text, with the heads of the model.
+    In the paper, outlier heads keep the full cache (section 5.4, appendix B); use `kvjax.HeadBudgets`, or
+    `heads=FILE` in text, with the heads of the model.
 
     Attributes:
         budget: slots per KV head, sinks and recent tokens included; the other slots hold centroids (the paper's B).

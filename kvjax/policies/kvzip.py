@@ -21,7 +21,7 @@ class KVzip(TopKPolicy):
     prefix is continued; only one layer's keys and values are in memory at a time.
 
     The paper uses `AdaKV(KVzip(budget, reserve_decode_slots=True), alpha_safeguard=0)` in every layer, or one budget
-    for all layers, to which `kvjax.LayerBudgets` comes close. Results hardly depend on the instruction of the
+    for all layers, to which `kvjax.HeadBudgets` comes close. Results hardly depend on the instruction of the
     repetition, which is empty by default. kvpress uses "\n\nRepeat the previous context exactly." and "\n\nRepeat the
     part of the previous context exactly, starting with". Inherited settings: see `TopKPolicy`. The paper uses sinks=4,
     recent=0.

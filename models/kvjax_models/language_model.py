@@ -328,7 +328,7 @@ class LanguageModel:
         spec = dataclasses.replace(cache_specs(self.model, **sizes)[0], window=None)
         tokens = budget_tokens or max_prompt_tokens + max_new_tokens
         policy, budget, kv_dtype = resolve_auto(
-            policy, budget, kv_dtype, spec, tokens, heads=heads, find_profile=self.profile
+            policy, budget, kv_dtype, spec, tokens, heads=heads, streaming=streaming, find_profile=self.profile
         )
         policy, budget = resolve_windows(policy, budget, cache_specs(self.model, **sizes, kv_dtype=kv_dtype))
         return Generator(

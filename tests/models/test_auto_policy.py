@@ -62,7 +62,7 @@ def test_layers_with_a_window_have_no_shares():
 def test_any_policy_takes_the_heads_of_a_profile(model):
     choice, budget, kv_dtype = resolve(model, "chelsea:heads=auto@25%", profile=make_profile(NEEDS))
     assert (budget, kv_dtype) == (None, None)
-    shares = make_profile(NEEDS).shares(0.25)
+    shares = make_profile(NEEDS).shares(0.125)  # the model is in float32
     assert choice.make(100) == kvjax.HeadBudgets(kvjax.Chelsea(100, compact_every=4), shares)
     for heads in ("auto", make_profile(NEEDS)):
         same, *_ = resolve(model, "chelsea", "25%", profile=make_profile(NEEDS), heads=heads)
@@ -90,6 +90,12 @@ def test_auto_stages_more_tokens_in_a_large_cache(model):
     for tokens, compact_every in ((3000, 4), (3300, 16)):  # 16 tokens are 2% of 800
         choice, *_ = resolve(model, "auto", "25%", tokens=tokens)
         assert choice.make(64).compact_every == compact_every
+
+
+def test_auto_uses_a_policy_that_streams_for_streamed_prompts(model):
+    choice, *_ = resolve(model, "auto", "25%", profile=make_profile(NEEDS), streaming=True)
+    policy = choice.make(100)
+    assert isinstance(policy.policy, kvjax.Chelsea) and not policy.requires.entire_prompt and str(choice) == "auto"
 
 
 def test_later_tokens_of_a_long_generation_replace_tokens_of_the_prompt(model):

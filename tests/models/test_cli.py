@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from kvjax.registry import POLICIES
+from kvjax.registry import POLICIES, THEORY
 from kvjax_models import cli, load
 from tests.models import tiny
 from tests.models.support import ROOT

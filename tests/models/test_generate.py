@@ -33,6 +33,10 @@ POLICIES = {
     "uniform": kvjax.Uniform(40, sinks=2, recent=16, compact_every=PERIOD),
     "clustergen": kvjax.ClusterGen(40, compact_every=PERIOD),
     "subgen_mean": kvjax.SubGenMean(40, recent=16, compact_every=PERIOD),
+    # Another head of the first and of the last layer keeps every token; the second layer has a sliding window.
+    "head_budgets": kvjax.HeadBudgets(
+        kvjax.Chelsea(100, sinks=2, recent=16, chunk=16, compact_every=PERIOD), ((0.001, 1.0), None, (1.0, 0.001))
+    ),
 }
 every_policy = pytest.mark.parametrize("name", POLICIES)
 

@@ -8,7 +8,8 @@ in the others. It reads a prompt once:
 3. The staging buffer, which is not quantized, holds 16 tokens, or 4 if the budget is small.
 4. Later tokens have reserved slots, but in long generations they replace the tokens of lowest rank.
 
-`heads="auto"` does 2 and 3 for any policy with a budget.
+`heads="auto"` does 2 and 3 for any policy with a budget. If prompts are streamed through the cache, `auto` uses Chelsea
+in place of SnapKV, which needs entire prompts.
 """
 
 import dataclasses
@@ -28,6 +29,7 @@ from kvjax.spec import CacheSpec
 from kvjax_models.profile import Profile
 
 DEFAULT_BUDGET = "25%"
+STREAMING_POLICY = "chelsea"  # of `auto` for the heads that do not retrieve, if prompts are streamed
 _SCALE_BITS = 16 / 64  # per stored number, for vectors of 64 dimensions
 
 KVFormat = KVDtype | tuple[KVDtype, KVDtype] | None
@@ -50,6 +52,7 @@ def resolve_auto(
     tokens: int,
     *,
     heads: Heads = None,
+    streaming: bool = False,
     find_profile: Callable[[], Profile | None],
 ) -> tuple[AnyPolicy, int | str | Budget | None, KVFormat]:
     """Replaces "auto" in a policy by settings for a model.
@@ -61,6 +64,7 @@ def resolve_auto(
         spec: spec of the caches without quantization.
         tokens: tokens of the full cache that a fraction refers to.
         heads: "auto" or a profile for any policy, or the shares of `kvjax.HeadBudgets`.
+        streaming: whether prompts are streamed through the cache, with which `auto` uses `STREAMING_POLICY`.
         find_profile: returns the model's profile, or None; called only if it is needed.
 
     Returns:
@@ -81,6 +85,8 @@ def resolve_auto(
     if isinstance(heads, str) and heads != "auto":
         raise ValueError(f"heads={heads!r} must be 'auto', a profile, shares of the heads, or None")
     is_auto = isinstance(choice, PolicyChoice) and choice.is_auto
+    if isinstance(choice, PolicyChoice) and is_auto and streaming:
+        choice = dataclasses.replace(choice, name=STREAMING_POLICY)
     size = choice.budget if isinstance(choice, PolicyChoice) else None
     if is_auto and budget is None and size is None:
         budget = DEFAULT_BUDGET
@@ -93,10 +99,10 @@ def resolve_auto(
     shares = _shares(heads, min(kept, 1.0), find_profile)
     if not isinstance(choice, PolicyChoice):
         return _with_heads(choice, shares), budget, kv_dtype
-    settings = {}
-    if "compact_every" in setting_types(POLICIES[choice.name]):
+    settings, types = {}, setting_types(POLICIES[choice.name])
+    if "compact_every" in types:
         settings["compact_every"] = "16" if _LARGEST_STAGING * fraction * tokens >= 16 else "4"
-    if is_auto:
+    if is_auto and "reserve_decode_slots" in types:
         settings["reserve_decode_slots"] = (
             "true" if spec.max_new_tokens <= _LARGEST_RESERVE * kept * tokens else "false"
         )
