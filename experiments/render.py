@@ -5,7 +5,8 @@
 `papers/*.toml` lists every table and figure of a paper. A verdict compares measured rows: a claim holds if all paired
 differences are significantly positive; it does not hold if one is significantly negative; otherwise the difference is
 not significant. Tasks at the floor, in which all compressed caches have scores near 0, have no verdict. A result
-without rows is "not run".
+without rows is "not run". A result with `profile` has a second verdict: of the same policies with the heads of the
+model's profile, at equal bytes.
 """
 
 import dataclasses
@@ -31,6 +32,12 @@ from experiments.tasks import RULER
 
 PAPERS = ROOT / "experiments" / "papers"
 DIRECTORY = ROOT / "docs" / "papers"
+
+
+WITH_PROFILE = (
+    "**With the profile.** The same comparison with `heads=auto`: with all policies the heads that retrieve keep every\n"
+    "token, and all bytes together are equal. The question is not part of the compressed text."
+)
 
 
 class Shown(NamedTuple):
@@ -206,14 +213,21 @@ def render(paper: Mapping[str, Any], rows: Sequence[Row], figures_dir: pathlib.P
     sections, overview = [], []
     for result in paper["results"]:
         verdict, measured = evaluate_claim(result, rows, figures_dir)
-        overview.append((result["name"], result["claim"], verdict))
-        sections.append(_section(result, verdict, measured))
+        section = _section(result, verdict, measured)
+        with_profile = "-"
+        if "profile" in result:
+            with_profile, measured = evaluate_claim({"compare": result["profile"]}, rows, figures_dir)
+            section += f"\n{WITH_PROFILE} **Verdict:** {with_profile}.\n"
+            section += f"\nMeasured:\n\n{measured}" if measured else ""
+        overview.append((result["name"], result["claim"], verdict, with_profile))
+        sections.append(section)
     head = (
         f"# {paper['title'].partition(':')[0]}\n\n[{paper['title']}]({paper['link']}). {paper['settings']}\n\n"
         "This page lists every table and figure of the paper, with the paper's numbers and measurements of kvjax on\n"
         "pretrained models. `python -m experiments.render` writes it.\n\n"
     )
-    return head + markdown_table(("result", "claim", "verdict"), overview).replace("---:", "---") + "".join(sections)
+    columns = ("result", "claim", "as published", "with the profile")
+    return head + markdown_table(columns, overview).replace("---:", "---") + "".join(sections)
 
 
 def _section(result: Mapping[str, Any], verdict: str, measured: str) -> str:
