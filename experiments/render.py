@@ -35,7 +35,7 @@ DIRECTORY = ROOT / "docs" / "papers"
 
 
 WITH_PROFILE = (
-    "**With the profile.** The same comparison with `heads=auto`: with all policies the heads that retrieve keep every\n"
+    "**With the profile.** The same comparison with `heads=auto`: in all policies the heads that retrieve keep every\n"
     "token, and all bytes together are equal. The question is not part of the compressed text."
 )
 

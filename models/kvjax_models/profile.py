@@ -53,7 +53,7 @@ SKIPPED_TOKENS = 8  # attention sinks, which neither the scorer nor the moments 
 MIN_SCORE = 1e-12  # before the logarithm
 RIDGE = 1.0  # weight of the squared coefficients in the regression
 MAX_FULL_SHARE = 0.18  # of the heads keep every token,
-MAX_BUDGET_SHARE = 0.8  # in at most this share of all slots
+MAX_BUDGET_SHARE = 0.7  # in at most this share of all slots
 # For a model without a profile. With few texts, a larger weight predicts new texts better.
 _QUICK_TEXTS, _QUICK_RIDGE = 2, 100.0
 _FORMAT = 1  # version of the files
