@@ -6,8 +6,8 @@ in the others. It reads a prompt once:
 1. The format follows from the budget: from 20% of a full bfloat16 cache on tokens are stored in 8 bits, from 5% on in
    4, and below that keys in 4 and values in 2.
 2. The retrieving heads are the first ones of the profile's ranking, as many as `Profile.shares` allows.
-3. The staging buffer, which is not quantized, holds 16 tokens, or 8 if the budget is small. SnapKV's window has 32 tokens,
-   or 16 below 10%.
+3. The staging buffer, which is not quantized, holds 16 tokens, or 8 if the budget is small. SnapKV's window has 32
+   tokens, or 16 below 10%.
 4. Later tokens have reserved slots, but in long generations they replace the tokens of lowest rank.
 
 `heads="auto"` does 2 and 3 for any policy with a budget. If prompts are streamed through the cache, `auto` uses Chelsea
