@@ -50,8 +50,7 @@ def test_auto_stores_few_bits_and_all_tokens_of_some_heads(model, budget, kv_dty
     choice, resolved_budget, resolved_dtype = resolve(model, "auto", budget, kv_dtype, profile=make_profile(NEEDS))
     assert resolved_dtype == expected and resolved_budget == ("25%" if budget is None else budget)
     heads = [(LAYERS - 1, 1), (LAYERS - 1, 0), (LAYERS - 2, 1)][:full]
-    window_size = 16 if budget in ("3%", "4%") else 32
-    policy = kvjax.SnapKV(64, window_size=window_size, reserve_decode_slots=True, compact_every=compact_every)
+    policy = kvjax.SnapKV(64, window_size=16, reserve_decode_slots=True, compact_every=compact_every)
     assert choice.make(64) == kvjax.HeadBudgets(policy, retrieving_heads(LAYERS, KV_HEADS, heads))
 
 
@@ -84,7 +83,7 @@ def test_policies_without_heads_do_not_need_a_profile(model):
 
 def test_models_without_a_profile_have_equal_budgets(model):
     choice, *_ = resolve(model, "auto")
-    assert choice.make(64) == kvjax.SnapKV(64, reserve_decode_slots=True, compact_every=16)
+    assert choice.make(64) == kvjax.SnapKV(64, window_size=16, reserve_decode_slots=True, compact_every=16)
 
 
 def test_auto_stages_more_tokens_in_a_large_cache(model):
