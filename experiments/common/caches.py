@@ -13,7 +13,7 @@ from kvjax.policy import Policy
 from kvjax.quantization import KVDtype
 from kvjax.registry import LARGE_BUDGET, PolicyChoice
 from kvjax_models import LanguageModel
-from kvjax_models.generation.auto_policy import resolve_auto
+from kvjax_models.generation.auto_policy import requires_predicted_scores, resolve_auto
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import GenerationState, cache_specs
 
@@ -128,6 +128,9 @@ def make_generator(
         "streaming": streaming,
     }
     spec = dataclasses.replace(cache_specs(llm.model, **sizes)[0], dtype=REFERENCE_DTYPE)
+    needs_scorer = requires_predicted_scores(setting.policy) and not streaming
+    find_profile = functools.partial(llm.profile, scorer=needs_scorer)
+    profile = find_profile() if needs_scorer else None
     choice, _, kv_dtype = resolve_auto(
         PolicyChoice.parse(setting.policy),
         setting.budget,
@@ -135,12 +138,19 @@ def make_generator(
         spec,
         budget_tokens,
         streaming=streaming,
-        find_profile=llm.profile,
+        find_profile=find_profile,
     )
     assert isinstance(choice, PolicyChoice)
     policy = setting.fit(dataclasses.replace(spec, kv_dtype=kv_dtype), budget_tokens, tail_tokens, choice)
-    eos = llm.tokenizer.eos_ids
-    return Generator(llm.model, policy, **sizes, kv_dtype=kv_dtype, eos=eos, allow_beyond_context=True)
+    return Generator(
+        llm.model,
+        policy,
+        **sizes,
+        kv_dtype=kv_dtype,
+        eos=llm.tokenizer.eos_ids,
+        allow_beyond_context=True,
+        scorer=None if profile is None else profile.scorer,
+    )
 
 
 def tail_bytes(spec: kvjax.CacheSpec, tokens: int, compact_every: int) -> int:
