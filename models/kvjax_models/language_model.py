@@ -331,7 +331,9 @@ class LanguageModel:
         tokens = budget_tokens or max_prompt_tokens + max_new_tokens
         needs_scorer = requires_predicted_scores(policy) and not streaming
         find_profile = functools.partial(self.profile, scorer=needs_scorer)
-        profile = find_profile() if needs_scorer else None
+        profile = heads if isinstance(heads, Profile) and heads.scorer is not None else None
+        if needs_scorer and profile is None:
+            profile = find_profile()
         policy, budget, kv_dtype = resolve_auto(
             policy, budget, kv_dtype, spec, tokens, heads=heads, streaming=streaming, find_profile=find_profile
         )
