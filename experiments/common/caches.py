@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
 
 import kvjax
 from kvjax.budget import Budget, abstract_cache, row_bytes, row_read_bytes
@@ -105,6 +107,7 @@ def make_generator(
     budget_tokens: int,
     tail_tokens: int = 0,
     streaming: bool = False,
+    scorer: Float[np.ndarray, "L W+2 H_kv"] | None = None,
 ) -> Generator:
     """Returns a generator.
 
@@ -117,6 +120,7 @@ def make_generator(
         budget_tokens: tokens of the full cache that a budget in percent refers to.
         tail_tokens: tokens after the text, such as question and answer, whose bytes come beside such a budget.
         streaming: whether prompts are processed through the compressed cache.
+        scorer: coefficients of predicted scores; by default those of the model's profile.
 
     Returns:
         The generator.
@@ -128,9 +132,10 @@ def make_generator(
         "streaming": streaming,
     }
     spec = dataclasses.replace(cache_specs(llm.model, **sizes)[0], dtype=REFERENCE_DTYPE)
-    needs_scorer = requires_predicted_scores(setting.policy) and not streaming
+    needs_scorer = scorer is None and requires_predicted_scores(setting.policy) and not streaming
     find_profile = functools.partial(llm.profile, scorer=needs_scorer)
-    profile = find_profile() if needs_scorer else None
+    if needs_scorer and (profile := find_profile()) is not None:
+        scorer = profile.scorer
     choice, _, kv_dtype = resolve_auto(
         PolicyChoice.parse(setting.policy),
         setting.budget,
@@ -149,7 +154,7 @@ def make_generator(
         kv_dtype=kv_dtype,
         eos=llm.tokenizer.eos_ids,
         allow_beyond_context=True,
-        scorer=None if profile is None else profile.scorer,
+        scorer=scorer,
     )
 
 
