@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 from tqdm import tqdm
 
 import kvjax

@@ -52,7 +52,7 @@ class Generator:
         streaming: bool = False,
         allow_beyond_context: bool = False,
         kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
-        scorer: Float[Array | np.ndarray, "L W+2 H_kv"] | jax.ShapeDtypeStruct | None = None,
+        scorer: Float[Array | np.ndarray, "L W+2 H_kv"] | None = None,
     ):
         """Creates a generator.
 
@@ -113,9 +113,7 @@ class Generator:
         self.block_size = min(self.specs[0].max_new_tokens, *(policy.compact_every for policy in self.policies))
         self.specs = tuple(dataclasses.replace(spec, staging_slots=self.block_size) for spec in self.specs)
 
-    def _check_scorer(
-        self, scorer: Float[Array | np.ndarray, "L W+2 H_kv"] | jax.ShapeDtypeStruct | None
-    ) -> Array | jax.ShapeDtypeStruct | None:
+    def _check_scorer(self, scorer: Any) -> Float[Array, "L W+2 H_kv"] | None:
         """Returns the scorer on the model's devices; None if no policy requires predicted scores."""
         scoring = [policy for policy in self.policies if policy.requires.predicted_scores]
         if not scoring:
@@ -128,9 +126,8 @@ class Generator:
         shape = (self.config.layers, self.config.width + 2, self.config.kv_heads)
         if scorer.shape != shape:
             raise ValueError(f"scorer has shape {scorer.shape}, expected [L, W+2, H_kv] = {shape}")
-        if isinstance(scorer, jax.ShapeDtypeStruct):
-            return scorer
-        return replicate(np.asarray(scorer, np.float32), self.mesh)
+        is_abstract = isinstance(scorer, jax.ShapeDtypeStruct)  # of a generator that is only lowered
+        return scorer if is_abstract else replicate(np.asarray(scorer, np.float32), self.mesh)
 
     def with_batch(self, batch: int) -> "Generator":
         """Returns a copy with another batch size; rows of its states can be inserted into states of this generator.

@@ -324,9 +324,7 @@ class _ChunkedLayer(NamedTuple):
         keys, values = jax.lax.map(project, jnp.arange(x.shape[1]))
         return join_chunks(self.group.gather_tokens(keys)), join_chunks(self.group.gather_tokens(values))
 
-    def predicted_scores(
-        self, scorer: Float[Array, "W+2 H_kv"], x: Float[Array, "B M c W"]
-    ) -> Float[Array, "B h N"]:
+    def predicted_scores(self, scorer: Float[Array, "W+2 H_kv"], x: Float[Array, "B M c W"]) -> Float[Array, "B h N"]:
         """Returns the predicted log scores of all tokens, from the residual stream `x`, for this device's heads."""
 
         def predict(chunk):
