@@ -19,7 +19,7 @@ from kvjax_models.generation.sequence_parallel import CHUNK_SPEC, chunk_size
 from kvjax_models.model import flash_attention
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
-from kvjax_models.sharding import mesh_of, replicate, shard_model
+from kvjax_models.sharding import KV_SPEC, mesh_of, replicate, shard_model
 from tests.kvjax import support
 from tests.models.test_generate_sharded import needs_devices, run_two_processes, starts_processes
 
@@ -220,6 +220,22 @@ def test_prompts_that_devices_do_not_divide_are_replicated(count, shape):
     layer = next(prefill.prefill_layers(model, tokens, jnp.array([200]), 9, [0, 0]))
     assert layer.x.shape == shape
     assert layer.x.sharding.is_fully_replicated == (count == 270)
+
+
+@needs_devices
+def test_predicted_scores_with_tensor_parallelism():
+    """The prompts are too short for sequence parallelism; scores are sharded along heads."""
+    model, mesh, tokens = random_model(8, 4), kvjax.make_mesh(4, tensor=8), np.arange(120).reshape(2, 60) % 40
+    for each in zip(*(layers_with_scores(one, tokens) for one in (model, shard_model(model, mesh))), strict=True):
+        expected, actual = (layer.predicted_scores for layer in each)
+        np.testing.assert_allclose(actual, expected, atol=2e-4)
+        assert actual.sharding.is_equivalent_to(NamedSharding(mesh, KV_SPEC), 3)
+
+
+def layers_with_scores(model, tokens):
+    scorer, lengths = replicate(make_scorer(4), mesh_of(model)), jnp.array([60, 33])
+    assert chunk_size(model, mesh_of(model), 2, 60, 20) == 20
+    return prefill.prefill_layers(model, tokens, lengths, 20, [0, 0], scorer=scorer)
 
 
 @needs_devices
