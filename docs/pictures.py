@@ -1,7 +1,8 @@
-"""Draws the site's pictures: the tokens that every policy keeps of one short text, and two diagrams.
+"""Draws the site's pictures: the tokens that every policy keeps of one short text, two diagrams, and a model's heads.
 
     python docs/pictures.py            # all pictures, in docs/images
     python docs/pictures.py subgen     # the picture of one policy
+    python docs/pictures.py kept       # the picture of docs/kept.md, with SmolLM2-135M
 
 The values of the text are unit vectors, one dimension per token. The value of an entry therefore names the tokens that
 it stands for, and the attention output is the attention that each token receives.
@@ -9,6 +10,7 @@ it stands for, and the attention output is the attention that each token receive
 
 import dataclasses
 import pathlib
+import re
 import sys
 from typing import Any, NamedTuple
 
@@ -380,6 +382,16 @@ def draw_staging() -> None:
     _save(figure, "idea_staging")
 
 
+def draw_kept() -> None:
+    """Runs the first program of docs/kept.md and saves its figure."""
+    page = (pathlib.Path(__file__).parent / "kept.md").read_text()
+    program = re.search(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    assert program is not None
+    names: dict[str, Any] = {}
+    exec(compile(program[1], "kept.md", "exec"), names)
+    _save(names["figure"], "kept")
+
+
 def _save(figure: plt.Figure, name: str) -> None:
     IMAGES.mkdir(exist_ok=True)
     figure.savefig(IMAGES / f"{name}.png", dpi=130)
@@ -387,15 +399,18 @@ def _save(figure: plt.Figure, name: str) -> None:
 
 
 def main(names: list[str]) -> None:
-    """Draws the pictures of the named policies; without names, the overview and all of them."""
-    if unknown := set(names) - set(POLICIES):
+    """Draws the pictures of the named policies, or "kept"; without names, all pictures."""
+    if unknown := set(names) - {"kept", *POLICIES}:
         sys.exit(f"unknown policies {', '.join(sorted(unknown))}; choose from {', '.join(POLICIES)}")
     if not names:
         draw_segments()
         draw_staging()
         draw_overview(make_text())
-    for name in names or POLICIES:
-        draw_policy(name, make_text())
+    for name in names or ("kept", *POLICIES):
+        if name == "kept":
+            draw_kept()
+        else:
+            draw_policy(name, make_text())
         jax.clear_caches()
 
 

@@ -15,7 +15,7 @@ gsm8k_trace, humaneval_trace, perplexity_books, perplexity_wikitext2, stream_boo
 longbench_e:NAME. Most of them read published files from `--data_dir`; an error names the file and its source.
 
 Rows are JSON Lines. A second start with the same output continues an interrupted run. A budget in percent is a share of
-the compressed text's full bfloat16 cache; the bytes of question and answer come beside it, and rows have both.
+the compressed text's full bfloat16 cache; the bytes of question and answer are added, and rows have both.
 """
 
 import dataclasses

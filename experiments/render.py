@@ -5,7 +5,8 @@
 `papers/*.toml` lists every table and figure of a paper. A verdict compares measured rows: a claim holds if all paired
 differences are significantly positive; it does not hold if one is significantly negative; otherwise the difference is
 not significant. Tasks at the floor, in which all compressed caches have scores near 0, have no verdict. A result
-without rows is "not run".
+without rows is "not run". A result with `profile` has a second verdict: of the same policies with the heads of the
+model's profile, at equal bytes.
 """
 
 import dataclasses
@@ -33,6 +34,12 @@ PAPERS = ROOT / "experiments" / "papers"
 DIRECTORY = ROOT / "docs" / "papers"
 
 
+WITH_PROFILE = (
+    "**With the profile.** The same comparison with `heads=auto`: in all policies the heads that retrieve keep every\n"
+    "token, and all bytes together are equal. The question is not part of the compressed text."
+)
+
+
 class Shown(NamedTuple):
     """The rows that a page shows: patterns of their columns."""
 
@@ -40,31 +47,36 @@ class Shown(NamedTuple):
     tasks: str = "*"
     question: str = "*"
     tokens: str = "*"
+    older: bool = True  # also rows of budgets that include question and answer
 
     def matches(self, row: Row) -> bool:
         """Returns whether the page shows a `row`."""
         setting = any(fnmatch(row.setting, pattern) for pattern in self.settings)
-        return setting and all(
-            fnmatch(str(value), pattern)
-            for value, pattern in ((row.task, self.tasks), (row.question, self.question), (row.tokens, self.tokens))
+        return (
+            setting
+            and (self.older or row.tail_fraction is not None)
+            and all(
+                fnmatch(str(value), pattern)
+                for value, pattern in ((row.task, self.tasks), (row.question, self.question), (row.tokens, self.tokens))
+            )
         )
 
+
+SYSTEMS = ("subgen_mean", "clustergen", "balancekv", "clusterkv", "chelsea")  # of the four papers
 
 # Pages with tables between markers.
 PAGES = {
     ROOT / "README.md": Shown(
         (
             "exact",
-            "auto @ 25%",
-            "auto @ 12.5%",
-            "clusterkv @ 2*",
-            "snapkv @ 25%",
-            "kvpress KVzip @ 25%",
-            "kvpress KVgrad @ 25%",
+            "auto @ *",
+            *(f"{name}:heads=auto @ 25%, int8" for name in SYSTEMS),
+            *(f"{name} @ 25%" for name in SYSTEMS),
         ),
         "facts",
         "unseen",
         "1024",
+        older=False,
     ),
     ROOT / "docs" / "results.md": Shown(),
 }
@@ -206,14 +218,21 @@ def render(paper: Mapping[str, Any], rows: Sequence[Row], figures_dir: pathlib.P
     sections, overview = [], []
     for result in paper["results"]:
         verdict, measured = evaluate_claim(result, rows, figures_dir)
-        overview.append((result["name"], result["claim"], verdict))
-        sections.append(_section(result, verdict, measured))
+        section = _section(result, verdict, measured)
+        with_profile = "-"
+        if "profile" in result:
+            with_profile, measured = evaluate_claim({"compare": result["profile"]}, rows, figures_dir)
+            section += f"\n{WITH_PROFILE} **Verdict:** {with_profile}.\n"
+            section += f"\nMeasured:\n\n{measured}" if measured else ""
+        overview.append((result["name"], result["claim"], verdict, with_profile))
+        sections.append(section)
     head = (
         f"# {paper['title'].partition(':')[0]}\n\n[{paper['title']}]({paper['link']}). {paper['settings']}\n\n"
         "This page lists every table and figure of the paper, with the paper's numbers and measurements of kvjax on\n"
         "pretrained models. `python -m experiments.render` writes it.\n\n"
     )
-    return head + markdown_table(("result", "claim", "verdict"), overview).replace("---:", "---") + "".join(sections)
+    columns = ("result", "claim", "as published", "with the profile")
+    return head + markdown_table(columns, overview).replace("---:", "---") + "".join(sections)
 
 
 def _section(result: Mapping[str, Any], verdict: str, measured: str) -> str:

@@ -193,7 +193,7 @@ class PolicyChoice:
         return dataclasses.replace(self, settings=tuple(pair for pair in self.settings if pair != ("heads", "auto")))
 
     def with_settings(self, **settings: str) -> "PolicyChoice":
-        """Returns the choice with further settings, as text; those that it has stay."""
+        """Returns the choice with further settings, as text; its present ones stay."""
         return dataclasses.replace(self, settings=tuple((settings | dict(self.settings)).items()))
 
     @property

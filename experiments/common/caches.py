@@ -57,7 +57,7 @@ class Setting:
         Args:
             spec: spec of the caches.
             tokens: tokens of the text; a budget in percent is a share of its full bfloat16 cache.
-            tail_tokens: tokens after the text, whose bytes (`tail_bytes`) come beside a budget in percent.
+            tail_tokens: tokens after the text, whose bytes (`tail_bytes`) are added to a budget in percent.
             choice: the policy, if it has the shares of a model's heads.
 
         Returns:
@@ -118,7 +118,7 @@ def make_generator(
         max_prompt_tokens: maximum length of prompts.
         max_new_tokens: maximum number of tokens after them.
         budget_tokens: tokens of the full cache that a budget in percent refers to.
-        tail_tokens: tokens after the text, such as question and answer, whose bytes come beside such a budget.
+        tail_tokens: tokens after the text, such as question and answer, whose bytes are added to such a budget.
         streaming: whether prompts are processed through the compressed cache.
         scorer: coefficients of predicted scores; by default those of the model's profile.
 
@@ -203,7 +203,7 @@ def measure_size(generator: Generator, state: GenerationState, tokens: int, tail
         generator: generator of the state.
         state: a state.
         tokens: tokens of the full cache to compare with.
-        tail_tokens: tokens after them, whose bytes are no part of the fractions held and read.
+        tail_tokens: tokens after them, whose bytes the fractions held and read do not include.
 
     Returns:
         The sizes.

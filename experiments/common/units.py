@@ -62,14 +62,33 @@ def encode(tokenizer: Tokenizer, document: Document, question: Question, chat: b
     Returns:
         The tokens of the context, and the tokens after it.
     """
+    context, [after] = encode_questions(tokenizer, document, [question], chat)
+    return context, after
+
+
+def encode_questions(
+    tokenizer: Tokenizer, document: Document, questions: Sequence[Question], chat: bool
+) -> tuple[list[int], list[list[int]]]:
+    """Converts a document and questions about it to tokens; the chat template is rendered once.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        document: the document.
+        questions: questions of the document.
+        chat: whether to use the chat template, if the model has one.
+
+    Returns:
+        The tokens of the context, and for every question the tokens after it.
+    """
     if not (chat and tokenizer.chat_template):
         context = tokenizer.encode(document.context)
-        return context, tokenizer.encode_continuation(question.text + question.prefix, context)
-    rendered = tokenizer.render_chat([{"role": "user", "content": f"{document.context}{_MARK}"}])
-    before, after = rendered.split(_MARK)
-    tail = question.text + after + question.prefix.lstrip()
-    context = tokenizer.encode_continuation(before, context=())
-    return context, tokenizer.encode_continuation(tail, context)
+        texts = [question.text + question.prefix for question in questions]
+    else:
+        rendered = tokenizer.render_chat([{"role": "user", "content": f"{document.context}{_MARK}"}])
+        before, after = rendered.split(_MARK)
+        context = tokenizer.encode_continuation(before, context=())
+        texts = [question.text + after + question.prefix.lstrip() for question in questions]
+    return context, [tokenizer.encode_continuation(text, context) for text in texts]
 
 
 def make_units(task: Task, tokenizer: Tokenizer, question_seen: bool, batch: int, tokens: int) -> list[Unit]:
@@ -114,12 +133,12 @@ def _passage(task: Task, tokenizer: Tokenizer, document: Document, tokens: int) 
 
 def _document_unit(task: Task, tokenizer: Tokenizer, document: Document) -> Unit:
     """Returns the unit of a document with several questions."""
-    encoded = [encode(tokenizer, document, question, task.chat) for question in document.questions]
+    context, texts = encode_questions(tokenizer, document, document.questions, task.chat)
     items = [
         Item(0, document.name, number, question, after)
-        for number, (question, (_, after)) in enumerate(zip(document.questions, encoded, strict=True))
+        for number, (question, after) in enumerate(zip(document.questions, texts, strict=True))
     ]
-    return Unit([encoded[0][0]], items)
+    return Unit([context], items)
 
 
 def _batches(rows: Sequence[tuple[list[int], Item]], batch: int) -> Iterator[Unit]:

@@ -353,7 +353,7 @@ class LanguageModel:
         """Returns the model's profile; measures and saves it if there is none (see `profile.find_or_measure`).
 
         Args:
-            scorer: whether a profile without a scorer is replaced by one with a scorer.
+            scorer: whether to measure the scorer of a saved profile that has none.
         """
         return profiles.find_or_measure(self.model, self.tokenizer, scorer=scorer)
 

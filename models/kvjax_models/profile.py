@@ -54,8 +54,9 @@ SKIPPED_TOKENS = 8  # attention sinks, which neither the scorer nor the moments 
 MIN_SCORE = 1e-12  # before the logarithm
 RIDGE = 1.0  # weight of the squared coefficients in the regression
 MAX_FULL_SHARE = 0.18  # of the heads keep every token,
-MAX_BUDGET_SHARE = 0.6  # in at most this share of all slots
-_QUICK_TEXTS = 2  # for a model without a profile
+MAX_BUDGET_SHARE = 0.7  # in at most this share of all slots
+# For a model without a profile. With few texts, a larger weight predicts new texts better.
+_QUICK_TEXTS, _QUICK_RIDGE = 2, 100.0
 _FORMAT = 1  # version of the files
 _DIRECTORY = "profiles"
 
@@ -169,9 +170,13 @@ class Ridge:
         self._gram = self._gram + features.T @ features
         self._product = self._product + features.T @ targets
 
-    def solve(self) -> Float[np.ndarray, "W H"]:
-        """Returns the coefficients."""
-        return np.linalg.solve(self._gram + RIDGE * np.eye(len(self._gram)), self._product)
+    def solve(self, weight: float = RIDGE) -> Float[np.ndarray, "W H"]:
+        """Returns the coefficients.
+
+        Args:
+            weight: weight of the squared coefficients.
+        """
+        return np.linalg.solve(self._gram + weight * np.eye(len(self._gram)), self._product)
 
 
 def measure(
@@ -182,6 +187,7 @@ def measure(
     max_texts: int = TEXTS,
     progress: Progress | None = None,
     scorer: bool = True,
+    ridge: float = RIDGE,
 ) -> Profile:
     """Measures the profile of a model.
 
@@ -195,6 +201,7 @@ def measure(
         max_texts: maximum number of parts; with several texts, their parts take turns.
         progress: a function that is called after each layer of each part.
         scorer: whether to fit the scorer.
+        ridge: weight of the squared coefficients of the scorer, above 0.
 
     Returns:
         The profile.
@@ -214,17 +221,19 @@ def measure(
     chunks = [chunk for chunk in chunks if len(chunk) >= MIN_TOKENS]
     if not chunks:
         raise ValueError(f"the texts have fewer than {MIN_TOKENS} tokens; pass longer ones")
-    return _measure_chunks(model, chunks, progress, scorer)
+    return _measure_chunks(model, chunks, progress, ridge if scorer else None)
 
 
-def _measure_chunks(model: Llama, chunks: Sequence[Sequence[int]], progress: Progress | None, scorer: bool) -> Profile:
-    """Returns the profile that token ids of texts give."""
+def _measure_chunks(
+    model: Llama, chunks: Sequence[Sequence[int]], progress: Progress | None, ridge: float | None
+) -> Profile:
+    """Returns the profile that token ids of texts give; without a scorer if `ridge` is None."""
     config = model.config
     layers, kv_heads, dim = config.layers, config.kv_heads, config.head_dim
     profile = Profile(
         head_needs=np.zeros((len(FRACTIONS), layers, kv_heads), np.float32),
         kept_mass=np.zeros(len(FRACTIONS), np.float32),
-        scorer=np.zeros((layers, config.width + 2, kv_heads), np.float32) if scorer else None,
+        scorer=np.zeros((layers, config.width + 2, kv_heads), np.float32) if ridge is not None else None,
         query_moments=np.zeros((layers, kv_heads, dim, dim), np.float32),
         query_means=np.zeros((layers, config.query_heads, dim), np.float32),
         query_norms=np.zeros((layers, config.query_heads), np.float32),
@@ -233,7 +242,7 @@ def _measure_chunks(model: Llama, chunks: Sequence[Sequence[int]], progress: Pro
     scores: list[list[np.ndarray]] = [[] for _ in chunks]
     passes = [read_layers(model, tokens) for tokens in chunks]
     for number in range(layers):
-        ridge = Ridge()
+        regression = Ridge()
         for text, samples in enumerate(passes):
             sample = next(samples)
             if sample is not None:
@@ -241,12 +250,12 @@ def _measure_chunks(model: Llama, chunks: Sequence[Sequence[int]], progress: Pro
                 profile.query_moments[number] += sample.query_moments / len(chunks)
                 profile.query_means[number] += sample.query_means / len(chunks)
                 profile.query_norms[number] += sample.query_norms / len(chunks)
-                if scorer:
-                    ridge.add(sample.features(), sample.targets())
+                if ridge is not None:
+                    regression.add(sample.features(), sample.targets())
             if progress is not None:
                 progress(number * len(chunks) + text + 1, layers * len(chunks))
-        if profile.scorer is not None and number in full:
-            profile.scorer[number] = ridge.solve()
+        if profile.scorer is not None and ridge is not None and number in full:
+            profile.scorer[number] = regression.solve(ridge)
     for text_scores in scores:
         needs, mass = head_needs(np.stack(text_scores))
         profile.head_needs[:, full] += needs / len(chunks)
@@ -359,24 +368,26 @@ def find(model: Llama) -> Profile | None:
 def find_or_measure(model: Llama, tokenizer: Tokenizer | None, *, scorer: bool = False) -> Profile | None:
     """Returns the profile of a model; measures and saves it if the model has none.
 
-    The measurement of a few texts shows a progress bar. A scorer needs as many texts as `kvjax calibrate` measures.
+    The measurement of a few texts shows a progress bar. `kvjax calibrate` measures more texts.
 
     Args:
         model: the decoder.
         tokenizer: its tokenizer; None if it is not known.
-        scorer: whether a profile without a scorer is replaced by one with a scorer.
+        scorer: whether to measure the scorer of a saved profile that has none.
 
     Returns:
         The profile. On a mesh, without a tokenizer, or if all layers have a sliding window, nothing is measured: it may
         then be None, or without a scorer.
     """
     found = find(model)
-    complete = found is not None and (found.scorer is not None or not scorer)
-    if complete or tokenizer is None or mesh_of(model) is not None or not _layers_without_window(model):
+    is_complete = found is not None and (found.scorer is not None or not scorer)
+    if is_complete or tokenizer is None or mesh_of(model) is not None or not _layers_without_window(model):
         return found
-    texts, name = (TEXTS, "a scorer of tokens") if scorer else (_QUICK_TEXTS, "the model")
-    with tqdm(desc=f"measuring {name} once", unit="layer", disable=None, leave=False) as bar:
-        profile = measure(model, tokenizer, max_texts=texts, progress=progress_of(bar), scorer=scorer)
+    with tqdm(desc="measuring the model once", unit="layer", disable=None, leave=False) as bar:
+        progress = progress_of(bar)
+        profile = measure(model, tokenizer, max_texts=_QUICK_TEXTS, progress=progress, ridge=_QUICK_RIDGE)
+    if found is not None:  # the shares of the heads do not change
+        profile = dataclasses.replace(found, scorer=profile.scorer)
     try:
         save(model, profile)
     except OSError as error:
@@ -413,7 +424,7 @@ def save(model: Llama, profile: Profile) -> pathlib.Path:
 def write_file(path: pathlib.Path, model: Llama, profile: Profile) -> None:
     """Writes a profile.
 
-    Moments are stored as variances and, in float16, the lower triangle of the correlations.
+    The scorer is stored in float16, moments as variances and, in float16, the lower triangle of the correlations.
 
     Args:
         path: the file, which is replaced if it exists.
@@ -434,7 +445,8 @@ def write_file(path: pathlib.Path, model: Llama, profile: Profile) -> None:
         "query_norms": profile.query_norms.astype(np.float32),
     }
     if profile.scorer is not None:
-        arrays["scorer"] = profile.scorer.astype(np.float32)
+        is_small = np.max(np.abs(profile.scorer)) < np.finfo(np.float16).max
+        arrays["scorer"] = profile.scorer.astype(np.float16 if is_small else np.float32)
     header = {"format": _FORMAT, "model": profile_key(model), "kvjax": kvjax.__version__}
     with atomic_io.atomic_replace(path) as partial, partial.open("wb") as file:
         np.savez_compressed(file, header=np.asarray(json.dumps(header)), **arrays)
@@ -469,7 +481,7 @@ def read_file(path: pathlib.Path, model: Llama) -> Profile:
     return Profile(
         arrays["head_needs"],
         arrays["kept_mass"],
-        arrays.get("scorer"),
+        arrays["scorer"].astype(np.float32) if "scorer" in arrays else None,
         correlations * deviations[..., :, None] * deviations[..., None, :],
         arrays["query_means"],
         arrays["query_norms"],

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -52,8 +53,10 @@ def assign_signs(
     _check_shapes(block, {"uniforms": (uniforms, entries)})
     gains, weights = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), (entries,)) for x in (gain, weight))
     tpu_options = {"config": config or TpuConfig(), "interpret": interpret}
+    # Signs are discrete. Kernels have no derivative, which JAX would otherwise look for.
+    inputs = jax.lax.stop_gradient((block, uniforms, gains, weights))
     return dispatch(
-        "balanced_walk", implementation, reference.assign_signs, block, uniforms, gains, weights,
+        "balanced_walk", implementation, reference.assign_signs, *inputs,
         mosaic_tpu=Kernel(mosaic_tpu.assign_signs, mosaic_tpu.check, tpu_options),
         mosaic_gpu=Kernel(mosaic_gpu.assign_signs, mosaic_gpu.check, {"interpret": interpret}),
     )  # fmt: skip

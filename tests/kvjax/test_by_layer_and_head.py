@@ -93,7 +93,7 @@ def test_layers_have_buffers_of_their_own_budget(policy):
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8"])
 def test_heads_have_the_outputs_of_their_policies(kv_dtype):
-    """Full heads are exact, the others are what the policy is alone with the remaining slots."""
+    """Full heads are exact, the others equal the policy alone with the remaining slots."""
     policy = kvjax.Chelsea(40, sinks=2, recent=8, compact_every=8, chunk=8)
     spec, stream = make_spec(layers=2, kv_dtype=kv_dtype), make_stream()
     budgets = kvjax.HeadBudgets(policy, retrieving_heads(2, 2, [(0, 1), (1, 0)]))

@@ -37,12 +37,12 @@ def resolve(model, policy, budget=None, kv_dtype=None, tokens=1000, new=4, profi
 @pytest.mark.parametrize(
     ("budget", "kv_dtype", "expected", "full", "compact_every"),
     [
-        ("10%", None, "int4", 3, 4),  # 18% of 20 heads
-        ("4%", None, "int4", 1, 4),  # 16% of the slots of 20 heads, of which 60% are less than two heads
-        ("25%", None, "int8", 3, 4),
-        (None, None, "int8", 3, 4),
-        ("25%", "int8", "int8", 3, 4),
-        (150, "int8", "int8", 1, 4),  # slots are tokens
+        ("10%", None, "int4", 3, 8),  # 18% of 20 heads
+        ("3%", None, ("int4", "int2"), 2, 8),  # 70% of the slots, which are for 15% of the tokens, are 2.1 heads
+        ("20%", None, "int8", 3, 8),
+        (None, None, "int8", 3, 16),
+        ("25%", "int8", "int8", 3, 16),
+        (100, "int8", "int8", 1, 8),  # slots are tokens
         ("95%", None, "int8", 3, 16),
     ],
 )
@@ -50,7 +50,8 @@ def test_auto_stores_few_bits_and_all_tokens_of_some_heads(model, budget, kv_dty
     choice, resolved_budget, resolved_dtype = resolve(model, "auto", budget, kv_dtype, profile=make_profile(NEEDS))
     assert resolved_dtype == expected and resolved_budget == ("25%" if budget is None else budget)
     heads = [(LAYERS - 1, 1), (LAYERS - 1, 0), (LAYERS - 2, 1)][:full]
-    policy = kvjax.SnapKV(64, reserve_decode_slots=True, compact_every=compact_every)
+    window_size = 16 if budget in ("3%", "4%") else 32
+    policy = kvjax.SnapKV(64, window_size=window_size, reserve_decode_slots=True, compact_every=compact_every)
     assert choice.make(64) == kvjax.HeadBudgets(policy, retrieving_heads(LAYERS, KV_HEADS, heads))
 
 
@@ -63,7 +64,7 @@ def test_any_policy_takes_the_heads_of_a_profile(model):
     choice, budget, kv_dtype = resolve(model, "chelsea:heads=auto@25%", profile=make_profile(NEEDS))
     assert (budget, kv_dtype) == (None, None)
     shares = make_profile(NEEDS).shares(0.125)  # the model is in float32
-    assert choice.make(100) == kvjax.HeadBudgets(kvjax.Chelsea(100, compact_every=4), shares)
+    assert choice.make(100) == kvjax.HeadBudgets(kvjax.Chelsea(100, compact_every=16), shares)
     for heads in ("auto", make_profile(NEEDS)):
         same, *_ = resolve(model, "chelsea", "25%", profile=make_profile(NEEDS), heads=heads)
         assert same.make(100) == choice.make(100)
@@ -83,11 +84,11 @@ def test_policies_without_heads_do_not_need_a_profile(model):
 
 def test_models_without_a_profile_have_equal_budgets(model):
     choice, *_ = resolve(model, "auto")
-    assert choice.make(64) == kvjax.SnapKV(64, reserve_decode_slots=True, compact_every=4)
+    assert choice.make(64) == kvjax.SnapKV(64, reserve_decode_slots=True, compact_every=16)
 
 
 def test_auto_stages_more_tokens_in_a_large_cache(model):
-    for tokens, compact_every in ((3000, 4), (3300, 16)):  # 16 tokens are 2% of 800
+    for tokens, compact_every in ((900, 8), (930, 16)):  # 16 tokens are 7% of 229
         choice, *_ = resolve(model, "auto", "25%", tokens=tokens)
         assert choice.make(64).compact_every == compact_every
 

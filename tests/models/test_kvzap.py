@@ -169,14 +169,15 @@ def test_which_policies_require_scores():
 
 def test_a_profile_without_a_scorer_is_measured_again(monkeypatch):
     monkeypatch.setattr(profile, "TOKENS", 100)
-    monkeypatch.setattr(profile, "TEXTS", 3)
     llm = tiny.make_llm()
+    profile.save(llm.model, dataclasses.replace(llm.profile(), scorer=None))
     quick = llm.profile()
     assert quick.scorer is None
     sizes = {"max_prompt_tokens": 64, "max_new_tokens": 8}
     generator = llm.generator("kvzap:heads=auto", 32, **sizes)
     found = llm.profile()
-    np.testing.assert_array_equal(generator.scorer, found.scorer)
+    np.testing.assert_allclose(generator.scorer, found.scorer, rtol=1e-2, atol=1e-3)  # files have float16
+    np.testing.assert_array_equal(found.head_needs, quick.head_needs)
     monkeypatch.setattr(profile, "measure", None)
     assert llm.generate("Some text of a few more words.", "kvzap", 32, max_new_tokens=8) is not None
     setting = caches.Setting("kvzap:heads=auto", "32", "int8")

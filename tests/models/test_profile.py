@@ -83,6 +83,11 @@ def test_a_profile_describes_heads_without_a_window(llm, measured):
     assert np.all(np.diff(measured.kept_mass) > 0)
 
 
+def test_the_scorer_is_optional(llm, measured):
+    found = profile.measure(llm.model, llm.tokenizer, TEXTS, scorer=False)
+    assert found.scorer is None and np.array_equal(found.head_needs, measured.head_needs)
+
+
 def test_statistics_of_queries(llm, measured):
     """Rotated queries of all tokens come from the prefill; means of unrotated ones from undoing the rotation."""
     model, expected, norms = llm.model, [], []
@@ -123,6 +128,7 @@ def test_ridge_regression_beats_the_mean_on_new_samples():
     targets = features @ weights + rng.normal(size=(500, 3))
     error = np.mean((features @ ridge.solve() - targets) ** 2, axis=0)
     assert np.all(error < 0.15 * np.var(targets, axis=0))
+    assert np.linalg.norm(ridge.solve(1000.0)) < np.linalg.norm(ridge.solve())
 
 
 def test_a_saved_profile_belongs_to_all_files_of_a_model(llm, measured):
@@ -131,7 +137,7 @@ def test_a_saved_profile_belongs_to_all_files_of_a_model(llm, measured):
     graph, state = nnx.split(llm.model)
     narrow = nnx.merge(graph, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
     for model in (llm.model, narrow):
-        assert_equal(profile.find(model), measured, rtol=1e-6, atol=1e-3)
+        assert_equal(profile.find(model), measured, rtol=1e-3, atol=1e-3)
     before = path.read_bytes()
     profile.save(llm.model, profile.find(llm.model))
     assert len(before) == path.stat().st_size
@@ -180,7 +186,7 @@ def test_a_model_without_a_profile_is_measured_once(llm, monkeypatch):
     assert profile.find_or_measure(llm.model, None) is None
     found = profile.find_or_measure(llm.model, llm.tokenizer)
     monkeypatch.setattr(profile, "measure", None)
-    assert_equal(profile.find_or_measure(llm.model, llm.tokenizer), found, rtol=1e-6, atol=1e-3)
+    assert_equal(profile.find_or_measure(llm.model, llm.tokenizer), found, rtol=1e-3, atol=1e-3)
     assert profile.find_or_measure(llm.model, None) is not None
     windows = Llama(small_config(layers=2, windows=(16, 16)), rngs=nnx.Rngs(0))
     assert profile.find_or_measure(windows, llm.tokenizer) is None
@@ -190,7 +196,7 @@ def test_a_profile_that_cannot_be_saved_is_used(llm, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(profile, "TOKENS", 100)
-    assert profile.find_or_measure(llm.model, llm.tokenizer).scorer is None
+    assert profile.find_or_measure(llm.model, llm.tokenizer).ranked_heads()
 
 
 def test_what_cannot_be_measured_is_refused(llm, monkeypatch):
@@ -207,13 +213,12 @@ def test_what_cannot_be_measured_is_refused(llm, monkeypatch):
     assert profile.find_or_measure(llm.model, llm.tokenizer) is None
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_profiles_fit_their_models(name):
-    path = profile.shipped_directory() / f"{name}.npz"
+@pytest.mark.parametrize("path", sorted(profile.shipped_directory().glob("*.npz")), ids=lambda path: path.stem)
+def test_shipped_profiles_fit_their_models(path):
     assert path.stat().st_size <= 4 * 2**20 and path in profile._shipped().values()
     with np.load(path) as file:
         arrays = dict(file)
-    layers, query_heads, kv_heads, dim, width, full = SHIPPED[name]
+    layers, query_heads, kv_heads, dim, width, full = SHIPPED[path.stem]
     sizes = {"query_heads": query_heads, "kv_heads": kv_heads, "head_dim": dim, "width": width}
     assert profile._are_valid(arrays, small_config(layers=layers, **sizes)) and "scorer" in arrays
     needs = arrays["head_needs"]

@@ -151,7 +151,8 @@ def _continue_text(options: Generate, llm: LanguageModel, text: str) -> None:
     seconds = stopwatch.seconds
     if prefix_saves is not None:
         context = tuple(prompt[-CONTEXT_TOKENS:])
-        Prefix(llm.tokenizer, generator, state, len(prompt), context).save(prefix_saves.directory)
+        prefix = Prefix(llm.tokenizer, generator, state, len(prompt), context, tuple(prompt), options.seed)
+        prefix.save(prefix_saves.directory)
         options.write_summary(f"{len(prompt)} tokens read and saved", describe_cache(generator, state))
         return
     speed, state = _print_continuation(options, llm, generator, state, prompt, tokens, saves, run)

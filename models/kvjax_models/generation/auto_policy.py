@@ -3,9 +3,11 @@
 `auto` keeps every token in the heads that retrieve, which the model's profile names, and the tokens that SnapKV selects
 in the others. It reads a prompt once:
 
-1. The format follows from the budget: from 20% of a full bfloat16 cache on tokens are stored in 8 bits, else in 4.
-2. The retrieving heads are the first ones of the profile's ranking, at most half of the slots.
-3. The staging buffer, which is not quantized, holds 16 tokens, or 4 if the budget is small.
+1. The format follows from the budget: from 20% of a full bfloat16 cache on tokens are stored in 8 bits, from 5% on in
+   4, and below that keys in 4 and values in 2.
+2. The retrieving heads are the first ones of the profile's ranking, as many as `Profile.shares` allows.
+3. The staging buffer, which is not quantized, holds 16 tokens, or 8 if the budget is small. SnapKV's window has 32
+   tokens, or 16 below 10%.
 4. Later tokens have reserved slots, but in long generations they replace the tokens of lowest rank.
 
 `heads="auto"` does 2 and 3 for any policy with a budget. If prompts are streamed through the cache, `auto` uses Chelsea
@@ -36,9 +38,10 @@ KVFormat = KVDtype | tuple[KVDtype, KVDtype] | None
 Heads: TypeAlias = str | Profile | Shares | None
 
 # Smallest budget, as a fraction of a full bfloat16 cache, and the format of `policy="auto"`. Measured on SmolLM2-135M.
-_AUTO_FORMATS: tuple[tuple[float, KVFormat], ...] = ((0.2, "int8"), (0.0, "int4"))
-# The staging buffer is not quantized: 16 tokens, or 4 if 16 exceed this fraction of the budget.
-_LARGEST_STAGING = 0.02
+_AUTO_FORMATS: tuple[tuple[float, KVFormat], ...] = ((0.2, "int8"), (0.05, "int4"), (0.0, ("int4", "int2")))
+# The staging buffer is not quantized: 16 tokens, or 8 if 16 exceed this fraction of the budget.
+_LARGEST_STAGING = 0.07
+_SMALL_BUDGET = 0.1  # fraction of a full bfloat16 cache, below which SnapKV's window would take most slots of a head
 _MAX_STAGING = 128  # tokens in the staging buffer of any policy by default
 # Later tokens have reserved slots if they need at most this fraction of the budget.
 _LARGEST_RESERVE = 1 / 3
@@ -101,7 +104,9 @@ def resolve_auto(
         return _with_heads(choice, shares), budget, kv_dtype
     settings, types = {}, setting_types(POLICIES[choice.name])
     if "compact_every" in types:
-        settings["compact_every"] = "16" if _LARGEST_STAGING * fraction * tokens >= 16 else "4"
+        settings["compact_every"] = "16" if _LARGEST_STAGING * fraction * tokens >= 16 else "8"
+    if is_auto and "window_size" in types and fraction < _SMALL_BUDGET:
+        settings["window_size"] = "16"
     if is_auto and "reserve_decode_slots" in types:
         settings["reserve_decode_slots"] = (
             "true" if spec.max_new_tokens <= _LARGEST_RESERVE * kept * tokens else "false"

@@ -22,7 +22,7 @@ from kvjax_models.generation import decode as decode_lib
 from kvjax_models.generation import prefill as prefill_lib
 from kvjax_models.generation import state as state_lib
 from kvjax_models.generation.decode import append_block, decode_block, score_block
-from kvjax_models.generation.prefill import compress_layer, last_logits, prefill_layers
+from kvjax_models.generation.prefill import PrefilledLayer, compress_layer, last_logits, prefill_layers
 from kvjax_models.generation.rows import extend_rows, pad_prompts, trim_rows
 from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.sequence_parallel import chunk_size
@@ -232,6 +232,27 @@ class Generator:
 
         Yields:
             None after every layer; finally the state.
+        """
+        layers, lengths = self.prefilled_layers(prompts, shared_lengths=shared_lengths)
+        caches, layer_carry = [], None
+        for cache, layer in zip(state.layers, layers, strict=True):
+            cache, counters, layer_carry = compress_layer(cache, state.counters, layer, lengths, layer_carry)
+            caches.append(cache)
+            yield None
+        logits = last_logits(self.model, layer.x, lengths)
+        yield state_lib.shard_state(state_lib.finish_prefill(state, caches, counters, logits, lengths), self.mesh)
+
+    def prefilled_layers(
+        self, prompts: Sequence[Sequence[int]], *, shared_lengths: bool = False
+    ) -> tuple[Iterator[PrefilledLayer], Int[Array, "B"]]:
+        """Computes first prompts layer by layer with exact attention, and with the inputs that the policies require.
+
+        Args:
+            prompts: token ids of each row.
+            shared_lengths: as for `prefill_steps`.
+
+        Returns:
+            An iterator over the results of the layers, and the lengths of the prompts.
 
         Raises:
             ValueError: if a prompt is too long.
@@ -243,18 +264,13 @@ class Generator:
         bucket_size = len(compile_cache.length_bucket(longest)) if shared_lengths else 1
         multiple = self.padding_multiple(longest)
         tokens, row_lengths = self.pad(prompts, -(-bucket_size // multiple) * multiple)
-        lengths, caches, layer_carry = replicate(row_lengths, self.mesh), [], None
+        lengths = replicate(row_lengths, self.mesh)
         num_queries = [policy.requires.num_prompt_queries(tokens.shape[1]) for policy in self.policies]
         repeat, capacity = merge_requirements(self.policies).repetition, self.specs[0].capacity
         layers = prefill_layers(
             self.model, tokens, lengths, self.prefill_chunk, num_queries, repeat, capacity, self.scorer
         )
-        for cache, layer in zip(state.layers, layers, strict=True):
-            cache, counters, layer_carry = compress_layer(cache, state.counters, layer, lengths, layer_carry)
-            caches.append(cache)
-            yield None
-        logits = last_logits(self.model, layer.x, lengths)
-        yield state_lib.shard_state(state_lib.finish_prefill(state, caches, counters, logits, lengths), self.mesh)
+        return layers, lengths
 
     def score(
         self, state: GenerationState, texts: Sequence[Sequence[int]]

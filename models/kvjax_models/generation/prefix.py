@@ -5,6 +5,9 @@ import os
 import pathlib
 from collections.abc import Sequence
 
+import numpy as np
+from jaxtyping import Float
+
 import kvjax
 from kvjax.spec import check_integer
 from kvjax_models.fingerprint import tokenizer_fingerprint
@@ -12,6 +15,7 @@ from kvjax_models.formats.tokenizer import CONTEXT_TOKENS, Tokenizer
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.generation.state import GenerationState
+from kvjax_models.kept import kept_shares
 from kvjax_models.prompts import Prompt, as_prompts, check_prompt, is_prompt
 
 
@@ -25,6 +29,8 @@ class Prefix:
         state: state after the text.
         num_tokens: length of the text in tokens.
         context: the last tokens of the text, with which texts after it are encoded and decoded; None if not known.
+        tokens: token ids of the text; None if not known.
+        seed: seed of the policy's random numbers; None if not known.
     """
 
     tokenizer: Tokenizer
@@ -32,6 +38,8 @@ class Prefix:
     state: GenerationState
     num_tokens: int
     context: tuple[int, ...] | None
+    tokens: tuple[int, ...] | None = None
+    seed: int | None = None
 
     def generate(
         self, prompt: Prompt | Sequence[Prompt], *, max_new_tokens: int | None = None, seed: int = 0
@@ -106,6 +114,31 @@ class Prefix:
         contexts = [[*(self.context or ()), *prompt] for prompt in prompts]
         return [self.tokenizer.decode_continuation(*pair) for pair in zip(rows, contexts, strict=True)]
 
+    def kept(self) -> Float[np.ndarray, "L H_kv T"]:
+        """Returns the share of a slot that every token of the text has in the cache.
+
+        A token with a slot to itself has 1, a token that is merged with n - 1 others has 1/n, and a dropped token
+        has 0. Policies that sample with replacement may give a token more than one slot. Retrieval policies hold all
+        tokens: 1 everywhere. Layers with a sliding window have 1 for the tokens of their window. For a quantized
+        cache, the tokens are those that the policy keeps without quantization.
+
+        The model computes the text once more, and the policy compresses it with marked values (see
+        `kvjax_models.kept`).
+
+        Returns:
+            Shares, float32, for every layer, KV head and token of the text.
+
+        Raises:
+            ValueError: if the prefix was saved without its text, is on a mesh or from a streaming generator, or the
+                policy's entries are not means of tokens.
+        """
+        if self.tokens is None or self.seed is None:
+            raise ValueError(
+                "the prefix was saved by an earlier version of kvjax, without its text; create it again with "
+                "LanguageModel.prefix"
+            )
+        return kept_shares(self.generator, self.tokens, self.seed)
+
     def save(self, directory: str | os.PathLike) -> None:
         """Saves the prefix and the model's parameters; see `SavedStates.save`.
 
@@ -117,7 +150,7 @@ class Prefix:
             self.generator,
             self.state,
             _run(self.tokenizer),
-            {"tokens": self.num_tokens, "context": self.context},
+            {"tokens": self.num_tokens, "context": self.context, "token_ids": self.tokens, "seed": self.seed},
         )
 
 
@@ -134,7 +167,7 @@ def read_prefix(tokenizer: Tokenizer, generator: Generator, tokens: Sequence[int
         The prefix.
     """
     state = generator.prefill(generator.init_state(seed), [tokens])
-    return Prefix(tokenizer, generator, state, len(tokens), tuple(tokens[-CONTEXT_TOKENS:]))
+    return Prefix(tokenizer, generator, state, len(tokens), tuple(tokens[-CONTEXT_TOKENS:]), tuple(tokens), seed)
 
 
 def restore_prefix(tokenizer: Tokenizer, generator: Generator, directory: str | os.PathLike) -> Prefix:
@@ -149,8 +182,9 @@ def restore_prefix(tokenizer: Tokenizer, generator: Generator, directory: str | 
         The prefix.
     """
     _, state, notes = SavedStates(pathlib.Path(directory)).restore(generator, _run(tokenizer))
-    context = notes.get("context")  # older saves have none
-    return Prefix(tokenizer, generator, state, notes["tokens"], None if context is None else tuple(context))
+    # Older saves have neither.
+    context, tokens = (None if (ids := notes.get(name)) is None else tuple(ids) for name in ("context", "token_ids"))
+    return Prefix(tokenizer, generator, state, notes["tokens"], context, tokens, notes.get("seed"))
 
 
 def _run(tokenizer: Tokenizer) -> dict[str, str]:

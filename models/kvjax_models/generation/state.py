@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -110,14 +110,31 @@ def init_state(
     Returns:
         The state.
     """
-    layers = []
+    layers = list(init_layers(policies, specs, mesh, seed))
+    return GenerationState(
+        layers=tuple(cache for cache, _ in layers),
+        counters=layers[-1][1],
+        **_init_rows(specs[0].batch, vocab_size, mesh, seed),
+    )
+
+
+def init_layers(
+    policies: tuple[Policy, ...], specs: tuple[kvjax.CacheSpec, ...], mesh: Mesh | None, seed: np.uint32
+) -> Iterator[tuple[kvjax.Cache, Counters]]:
+    """Creates the empty caches of a state one by one.
+
+    Args:
+        policies: cache policy of every layer.
+        specs: cache spec of every layer.
+        mesh: mesh of the caches.
+        seed: seed of the random keys.
+
+    Yields:
+        Every layer's cache, without counters, and counters.
+    """
     for number, equal in enumerate(first_equal_layers(policies, specs, mesh)):
         # Its own policy, because equal caches may differ in data that `init` writes (the heads of a `ByHead`).
-        cache, counters = _init_layer(policies[number], specs[equal], mesh, seed, np.int32(number))
-        layers.append(cache)
-    return GenerationState(
-        layers=tuple(layers), counters=counters, **_init_rows(specs[0].batch, vocab_size, mesh, seed)
-    )
+        yield _init_layer(policies[number], specs[equal], mesh, seed, np.int32(number))
 
 
 @functools.lru_cache(maxsize=64)
