@@ -20,7 +20,7 @@ import matplotlib
 import numpy as np
 
 import kvjax
-from kvjax.policy import Policy, RepeatedPrompt
+from kvjax.policy import Policy, Prompt, RepeatedPrompt
 from kvjax.registry import POLICIES
 from kvjax.segment import BlockStoreRead
 from kvjax.stores import staging
@@ -132,6 +132,7 @@ def fill_cache(policy: Policy, text: Text) -> kvjax.Cache:
         weights = 1.0 + (np.arange(PROMPT) >= begin) * (np.arange(PROMPT) < end)
         value_norms = jnp.ones((1, 1, PROMPT))
         repeated = dataclasses.replace(repeated, query_weights=jnp.asarray(weights[None]), value_norms=value_norms)
+    scores = predict_scores(text, repeated) if cache.policy.requires.predicted_scores else None
     prefill = jax.jit(kvjax.prefill, compiler_options=FAST_COMPILATION)
     step = jax.jit(kvjax.step, compiler_options=FAST_COMPILATION)
     cache, _ = prefill(
@@ -141,10 +142,26 @@ def fill_cache(policy: Policy, text: Text) -> kvjax.Cache:
         jnp.array([PROMPT]),
         kvjax.prompt_queries(cache.policy, text.queries[:, :PROMPT]),
         repeated=None if requires is None else repeated,
+        predicted_scores=scores,
     )
     for token in range(PROMPT, TOKENS):
         _, cache = step(cache, *(x[:, token : token + 1] for x in (text.queries, text.keys, text.values)))
     return cache
+
+
+def predict_scores(text: Text, repeated: RepeatedPrompt) -> jax.Array:
+    """Returns the log scores of KVzip with noise, as a linear map predicts them.
+
+    Args:
+        text: keys and values of one head.
+        repeated: repetition of the prompt.
+
+    Returns:
+        Log scores [1, 1, PROMPT].
+    """
+    keys, values = (x[:, :PROMPT].swapaxes(1, 2) for x in (text.keys, text.values))
+    received = make_policy("kvzip").score(Prompt(keys, values, jnp.array([PROMPT]), repeated=repeated))
+    return jnp.log(received) + jax.random.normal(jax.random.key(0), received.shape) / 2
 
 
 class Entries(NamedTuple):

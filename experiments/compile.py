@@ -38,7 +38,7 @@ from experiments.common.compilers import prepare_compiler
 from experiments.common.console import print_table
 from experiments.common.flags import Flags, repeatable, run_command
 from experiments.common.output import Figure, figure, write_figures
-from experiments.common.shapes import find_shape, first_layers
+from experiments.common.shapes import find_shape, first_layers, zero_scorer
 from kvjax.budget import format_bytes
 from kvjax_models.adapters import tpu_inference
 from kvjax_models.generation import lowering, prefill
@@ -212,7 +212,8 @@ def decoding_programs(options: Options, sharding: jax.sharding.Sharding) -> Iter
                 "max_new_tokens": 512,
             }
             spec = cache_specs(model, **sizes)[0]
-            generator = Generator(model, setting.fit(spec, options.context_tokens), **sizes)
+            policy = setting.fit(spec, options.context_tokens)
+            generator = Generator(model, policy, **sizes, scorer=zero_scorer(model.config))
             state = jax.eval_shape(generator.init_state)
             largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.layers[0]))
             yield Program(

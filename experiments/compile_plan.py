@@ -26,6 +26,7 @@ from experiments.common.compilers import prepare_compiler
 from experiments.common.console import print_table
 from experiments.common.flags import Flags, repeatable, run_command
 from experiments.common.output import append_row
+from experiments.common.prefill import common_scorer
 from experiments.common.shapes import find_shape, first_layers, random_model
 from experiments.compile import place, single_device
 from kvjax_models import LanguageModel
@@ -64,9 +65,12 @@ def speed_programs(options: speed.Options, layers: int, sharding: jax.sharding.S
         shape = (1, tokens // options.prefill_chunk, options.prefill_chunk, config.width)
         x, lengths = place((jax.ShapeDtypeStruct(shape, jnp.bfloat16), jax.ShapeDtypeStruct((1,), jnp.int32)), sharding)
         layer, rotary = place(llm.model.layers[-1], sharding), config.rotary(layers - 1, context)
+        scorer = common_scorer(generators.values())
+        if scorer is not None:
+            scorer = place(jax.ShapeDtypeStruct(scorer.shape[1:], scorer.dtype), sharding)
         static: tuple[Any, ...] = (layer, rotary, None, False, num_queries)
-        prefilled = place(jax.eval_shape(functools.partial(prefill_layer, *static), x, lengths), sharding)
-        yield f"prefill, {context} tokens", functools.partial(prefill_layer.lower, *static, x, lengths)
+        prefilled = place(jax.eval_shape(functools.partial(prefill_layer, *static), x, lengths, scorer), sharding)
+        yield f"prefill, {context} tokens", functools.partial(prefill_layer.lower, *static, x, lengths, scorer)
         for setting, generator in generators.items():
             repeat, repeated = generator.policies[-1].requires.repetition, None
             if repeat is not None:

@@ -31,7 +31,7 @@ from experiments.common.caches import Setting
 from experiments.common.compiled import launches
 from experiments.common.flags import Flags, one_of, repeatable, run_command
 from experiments.common.output import Figure, Measured, append_row, figure, print_figures, write_figures
-from experiments.common.shapes import find_shape, first_layers, random_model
+from experiments.common.shapes import find_shape, first_layers, random_model, zero_scorer
 from experiments.common.statistics import median_interval
 from experiments.common.transformers_decode import TransformersWriter
 from kvjax_models import LanguageModel, load
@@ -94,10 +94,10 @@ def make_model(options: Options) -> LanguageModel:
 
 def make_generators(llm: LanguageModel, settings: Sequence[Setting], **sizes: Any) -> dict[Setting, Generator]:
     """Returns a generator of every setting that is possible, and prints why the others are not."""
-    generators = {}
+    generators, scorer = {}, zero_scorer(llm.model.config)
     for setting in settings:
         try:
-            generators[setting] = caches.make_generator(llm, setting, **sizes)
+            generators[setting] = caches.make_generator(llm, setting, **sizes, scorer=scorer)
         except ValueError as error:
             print(f"{setting} is left out: {error}")
     return generators

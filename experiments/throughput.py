@@ -10,6 +10,7 @@ import numpy as np
 from experiments.common import caches
 from experiments.common.caches import Setting
 from experiments.common.output import Measured
+from experiments.common.shapes import zero_scorer
 from experiments.common.statistics import Estimate, mean_interval
 from kvjax_models import LanguageModel
 from kvjax_models.generation import batching
@@ -55,6 +56,7 @@ def measure(llm: LanguageModel, settings: Sequence[Setting], sizes: Sizes) -> It
                 max_prompt_tokens=sizes.context_tokens,
                 max_new_tokens=sizes.answer_tokens,
                 budget_tokens=sizes.context_tokens + sizes.answer_tokens,
+                scorer=zero_scorer(llm.model.config),
             )
             memory = memory or sizes.full_rows * single.row_bytes
             generators[setting] = single.with_batch(batching.max_batch_size(single, memory))

@@ -44,6 +44,7 @@ from kvjax.policies.infinigen import InfiniGen as InfiniGen
 from kvjax.policies.keydiff import KeyDiff as KeyDiff
 from kvjax.policies.knorm import Knorm as Knorm
 from kvjax.policies.kvgrad import KVgrad as KVgrad
+from kvjax.policies.kvzap import KVzap as KVzap
 from kvjax.policies.kvzip import KVzip as KVzip
 from kvjax.policies.lagkv import LagKV as LagKV
 from kvjax.policies.leverage_scores import LeverageScores as LeverageScores

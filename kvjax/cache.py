@@ -170,6 +170,7 @@ def prefill(
     *,
     sink_logits: Float[Array, "H_q"] | None = None,
     repeated: RepeatedPrompt | None = None,
+    predicted_scores: Float[Array, "B H_kv T"] | None = None,
 ) -> tuple[Cache[S], Shaped[Array, "B H_kv *N"] | None]:
     """Writes a prompt into an empty cache, compressed by the cache's policy.
 
@@ -185,6 +186,8 @@ def prefill(
         layer_carry: the second result of `prefill` for the previous layer; None in the first layer.
         sink_logits: logit of an attention sink per query head, as for `step`.
         repeated: the layer's projections of a repetition of the prompt, if the policy needs one.
+        predicted_scores: a score of every token for each KV head, if the policy needs them (`KVzap`: log scores);
+            tokens with higher scores are kept.
 
     Returns:
         The cache, and the carry for the next layer (None for most policies).
@@ -207,6 +210,7 @@ def prefill(
     if queries is not None:
         check_dtype("queries", queries, jnp.floating)
     check_sink_logits(sink_logits, cache.spec.query_heads)
+    _check_predicted_scores(predicted_scores, keys)
     longest = min(keys.shape[1], cache.spec.max_prompt_tokens)
     if is_concrete(lengths, cache.counters):
         row_lengths, counts = np.asarray(lengths), _known_num_tokens(cache)
@@ -217,7 +221,7 @@ def prefill(
                 f"prefill needs an empty cache, but its rows hold {counts.tolist()} tokens; make a new cache with "
                 "kvjax.init (Flax Linen's init runs a layer once, which appends a token), or append with kvjax.step"
             )
-    return _prefill(cache, keys, values, lengths, queries, layer_carry, sink_logits, repeated)
+    return _prefill(cache, keys, values, lengths, queries, layer_carry, sink_logits, repeated, predicted_scores)
 
 
 def append(
@@ -462,6 +466,7 @@ def _prefill(
     layer_carry: Shaped[Array, "B H_kv *N"] | None,
     sink_logits: Float[Array, "H_q"] | None,
     repeated: RepeatedPrompt | None,
+    predicted_scores: Float[Array, "B H_kv T"] | None,
 ) -> tuple[Cache[S], Shaped[Array, "B H_kv *N"] | None]:
     spec = cache.spec
     longest = min(keys.shape[1], spec.max_prompt_tokens)
@@ -475,6 +480,8 @@ def _prefill(
         queries = _scale_queries(spec, queries)
     if repeated is not None:
         repeated = _zero_repeated(spec, repeated)
+    if predicted_scores is not None:
+        predicted_scores = jnp.where(valid[:, None], predicted_scores.astype(jnp.float32), 0)
     prompt = Prompt(
         keys=keys.swapaxes(1, 2),
         values=values.swapaxes(1, 2),
@@ -483,6 +490,7 @@ def _prefill(
         layer_carry=layer_carry,
         sink_logits=sink_logits,
         repeated=repeated,
+        predicted_scores=predicted_scores,
         rope_frequencies=None if spec.rope_frequencies is None else jnp.asarray(spec.rope_frequencies, jnp.float32),
         logit_cap=spec.logit_cap,
     )
@@ -660,6 +668,18 @@ def _count_policy_faults(cache: Cache[S]) -> Cache[S]:
 
 def _check_new_tokens(cache: Cache, keys: Array, values: Array, lengths: Array | None) -> None:
     check_tokens(cache.spec, cache.staging.keys.shape[0], keys, values, lengths)
+
+
+def _check_predicted_scores(scores: Array | None, keys: Array) -> None:
+    """Raises a ValueError for predicted scores whose shape does not fit the keys of the prompt."""
+    if scores is None:
+        return
+    check_dtype("predicted_scores", scores, jnp.floating)
+    batch, tokens, kv_heads, _ = keys.shape
+    if scores.shape != (batch, kv_heads, tokens):
+        raise ValueError(
+            f"predicted_scores have shape {scores.shape}, expected [B, H_kv, T] = {(batch, kv_heads, tokens)}"
+        )
 
 
 def _known_num_tokens(cache: Cache) -> Int[np.ndarray, "B"]:

@@ -82,6 +82,7 @@ class Requirements:
     Attributes:
         prompt_queries: number of the prompt's last queries that `prefill` needs, or "all".
         repetition: how the model repeats the prompt for `prefill`; None if the policy needs no repetition.
+        predicted_scores: whether `prefill` needs a score of every token that the model predicts from its hidden state.
         attention_stats: whether `observe` needs the attention probabilities of every step.
         entire_prompt: whether the policy compresses in `prefill` only, so that prompts cannot be streamed through
             `compact`.
@@ -89,6 +90,7 @@ class Requirements:
 
     prompt_queries: int | Literal["all"] = 0
     repetition: Repetition | None = None
+    predicted_scores: bool = False
     attention_stats: bool = False
     entire_prompt: bool = False
 
@@ -117,6 +119,7 @@ def merge_requirements(policies: Iterable["Policy"]) -> Requirements:
     return Requirements(
         prompt_queries="all" if "all" in counts else max((n for n in counts if n != "all"), default=0),
         repetition=repetitions[0] if repetitions else None,
+        predicted_scores=any(one.predicted_scores for one in requirements),
         attention_stats=any(one.attention_stats for one in requirements),
         entire_prompt=any(one.entire_prompt for one in requirements),
     )
@@ -171,6 +174,7 @@ class Prompt:
     layer_carry: Shaped[Array, "B H_kv *N"] | None = None  # from the previous layer (`Policy.layer_carry`)
     sink_logits: Float[Array, "H_q"] | None = None
     repeated: RepeatedPrompt | None = None
+    predicted_scores: Float[Array, "B H_kv T"] | None = None  # float32 (`Requirements.predicted_scores`)
     rope_frequencies: Float[Array, "half_D"] | None = None
     logit_cap: float | None = static(default=None)
 

@@ -29,6 +29,7 @@ from kvjax.policies.infinigen import InfiniGen
 from kvjax.policies.keydiff import KeyDiff
 from kvjax.policies.knorm import Knorm
 from kvjax.policies.kvgrad import KVgrad
+from kvjax.policies.kvzap import KVzap
 from kvjax.policies.kvzip import KVzip
 from kvjax.policies.lagkv import LagKV
 from kvjax.policies.leverage_scores import LeverageScores
@@ -66,6 +67,7 @@ POLICIES: dict[str, type[Policy]] = {
     "keydiff": KeyDiff,
     "knorm": Knorm,
     "kvgrad": KVgrad,
+    "kvzap": KVzap,
     "kvzip": KVzip,
     "lagkv": LagKV,
     "leverage_scores": LeverageScores,

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
 
 import kvjax
 from kvjax.budget import Budget, abstract_cache, row_bytes, row_read_bytes
@@ -13,7 +15,7 @@ from kvjax.policy import Policy
 from kvjax.quantization import KVDtype
 from kvjax.registry import LARGE_BUDGET, PolicyChoice
 from kvjax_models import LanguageModel
-from kvjax_models.generation.auto_policy import resolve_auto
+from kvjax_models.generation.auto_policy import requires_predicted_scores, resolve_auto
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import GenerationState, cache_specs
 
@@ -105,6 +107,7 @@ def make_generator(
     budget_tokens: int,
     tail_tokens: int = 0,
     streaming: bool = False,
+    scorer: Float[np.ndarray, "L W+2 H_kv"] | None = None,
 ) -> Generator:
     """Returns a generator.
 
@@ -117,6 +120,7 @@ def make_generator(
         budget_tokens: tokens of the full cache that a budget in percent refers to.
         tail_tokens: tokens after the text, such as question and answer, whose bytes are added to such a budget.
         streaming: whether prompts are processed through the compressed cache.
+        scorer: coefficients of predicted scores; by default those of the model's profile.
 
     Returns:
         The generator.
@@ -128,6 +132,10 @@ def make_generator(
         "streaming": streaming,
     }
     spec = dataclasses.replace(cache_specs(llm.model, **sizes)[0], dtype=REFERENCE_DTYPE)
+    needs_scorer = scorer is None and requires_predicted_scores(setting.policy) and not streaming
+    find_profile = functools.partial(llm.profile, scorer=needs_scorer)
+    if needs_scorer and (profile := find_profile()) is not None:
+        scorer = profile.scorer
     choice, _, kv_dtype = resolve_auto(
         PolicyChoice.parse(setting.policy),
         setting.budget,
@@ -135,12 +143,19 @@ def make_generator(
         spec,
         budget_tokens,
         streaming=streaming,
-        find_profile=llm.profile,
+        find_profile=find_profile,
     )
     assert isinstance(choice, PolicyChoice)
     policy = setting.fit(dataclasses.replace(spec, kv_dtype=kv_dtype), budget_tokens, tail_tokens, choice)
-    eos = llm.tokenizer.eos_ids
-    return Generator(llm.model, policy, **sizes, kv_dtype=kv_dtype, eos=eos, allow_beyond_context=True)
+    return Generator(
+        llm.model,
+        policy,
+        **sizes,
+        kv_dtype=kv_dtype,
+        eos=llm.tokenizer.eos_ids,
+        allow_beyond_context=True,
+        scorer=scorer,
+    )
 
 
 def tail_bytes(spec: kvjax.CacheSpec, tokens: int, compact_every: int) -> int:

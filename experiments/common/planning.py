@@ -15,7 +15,7 @@ import kvjax
 from experiments.common import ROOT, prefill_costs
 from experiments.common.caches import Setting
 from experiments.common.compiled import Collective, collectives
-from experiments.common.shapes import first_layers
+from experiments.common.shapes import first_layers, zero_scorer
 from kvjax_models.generation import lowering
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import cache_specs
@@ -136,7 +136,8 @@ def plan(config: LlamaConfig, topology: str, setting: Setting, sizes: Sizes) -> 
     policy = setting.fit(spec, sizes.context_tokens + sizes.max_new_tokens)
 
     def generator_of(model: Llama) -> Generator:
-        return Generator(model, policy, **generator_sizes, prefill_chunk=sizes.prefill_chunk)
+        scorer = jax.eval_shape(lambda: zero_scorer(model.config))
+        return Generator(model, policy, **generator_sizes, prefill_chunk=sizes.prefill_chunk, scorer=scorer)
 
     generator = generator_of(model)
     state = lowering.abstract_state(jax.eval_shape(generator.init_state), mesh)

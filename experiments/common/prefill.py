@@ -1,9 +1,10 @@
 """One exact prefill for the caches of several settings."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Array, Float
 
 import kvjax
 from kvjax.policy import Repetition, merge_requirements
@@ -59,6 +60,26 @@ def prefill_together(
     return results
 
 
+def common_scorer(generators: Iterable[Generator]) -> Float[Array, "L W+2 H_kv"] | None:
+    """Returns the scorer of the generators whose policies require predicted scores; None if there are none.
+
+    Args:
+        generators: generators of one model.
+
+    Returns:
+        The scorer.
+
+    Raises:
+        ValueError: if generators have different scorers.
+    """
+    scorers = [generator.scorer for generator in generators if generator.scorer is not None]
+    if not scorers:
+        return None
+    if any(not np.array_equal(scorer, scorers[0]) for scorer in scorers[1:]):
+        raise ValueError("generators that read one prompt need the same scorer")
+    return scorers[0]
+
+
 def _prefill_in_one_pass(
     generators: Sequence[Generator],
     states: Sequence[GenerationState],
@@ -66,6 +87,7 @@ def _prefill_in_one_pass(
     repeat: Repetition | None,
 ) -> list[GenerationState]:
     """Returns the states of generators whose policies need at most the repetition `repeat`."""
+    scorer = common_scorer(generators)
     first, longest = generators[0], max(map(len, prompts), default=0)
     multiple = first.padding_multiple(longest)
     tokens, row_lengths = first.pad(prompts, -(-len(compile_cache.length_bucket(longest)) // multiple) * multiple)
@@ -78,7 +100,7 @@ def _prefill_in_one_pass(
     ]
     counters = [state.counters for state in states]
     capacity = first.specs[0].capacity
-    layers = prefill_layers(first.model, tokens, lengths, first.prefill_chunk, num_queries, repeat, capacity)
+    layers = prefill_layers(first.model, tokens, lengths, first.prefill_chunk, num_queries, repeat, capacity, scorer)
     for number, layer in enumerate(layers):
         for index, state in enumerate(states):
             cache, counters[index], carries[index] = compress_layer(

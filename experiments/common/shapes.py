@@ -5,8 +5,10 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import tokenizers
 from flax import nnx
+from jaxtyping import Float
 
 from kvjax_models import LanguageModel
 from kvjax_models.formats import huggingface
@@ -79,6 +81,11 @@ def first_layers(config: LlamaConfig, layers: int | None) -> LlamaConfig:
     if layers is None:
         return config
     return dataclasses.replace(config, layers=layers, windows=config.windows[:layers])
+
+
+def zero_scorer(config: LlamaConfig) -> Float[np.ndarray, "L W+2 H_kv"]:
+    """Returns a scorer that gives all tokens equal scores, for measurements that do not depend on them."""
+    return np.zeros((config.layers, config.width + 2, config.kv_heads), np.float32)
 
 
 def random_model(

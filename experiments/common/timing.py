@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
+from experiments.common.prefill import common_scorer
 from kvjax.combinators.host_memory import HostMemoryState
 from kvjax.policy import merge_requirements
 from kvjax.quantization import readable
@@ -242,7 +243,8 @@ class TimedPrefill(Generic[T]):
             )
             for number in range(self.model.config.layers)
         ]
-        layers = prefill_layers(self.model, self.prompt, self.lengths, self.chunk, num_queries)
+        scorer = common_scorer(self.generators.values())
+        layers = prefill_layers(self.model, self.prompt, self.lengths, self.chunk, num_queries, scorer=scorer)
         sizes: Any = None
         x: Any = None
         if self.repeat is not None:

@@ -198,7 +198,7 @@ def _select_heads(prompt: Prompt, heads: Int[Array, "H"], requires: Requirements
     queries, count = prompt.queries, requires.num_prompt_queries(prompt.keys.shape[2])
     if queries is not None:
         queries = queries[:, queries.shape[1] - count :, query_heads(queries.shape[2])] if count else None
-    sinks, repeated = prompt.sink_logits, prompt.repeated
+    sinks, repeated, scores = prompt.sink_logits, prompt.repeated, prompt.predicted_scores
     if repeated is not None:
         norms = repeated.value_norms
         repeated = dataclasses.replace(
@@ -215,4 +215,5 @@ def _select_heads(prompt: Prompt, heads: Int[Array, "H"], requires: Requirements
         queries=queries,
         sink_logits=None if sinks is None else sinks[query_heads(sinks.shape[0])],
         repeated=repeated,
+        predicted_scores=None if scores is None else scores[:, heads],
     )

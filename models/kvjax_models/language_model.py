@@ -1,6 +1,7 @@
 """A model with its tokenizer: generates text through any cache policy."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,10 +19,11 @@ from kvjax.budget import Budget
 from kvjax.messages import shorten
 from kvjax.quantization import KVDtype
 from kvjax.registry import AnyPolicy, resolve_policy
-from kvjax_models import compile_cache, formats, known_models, profile
+from kvjax_models import compile_cache, formats, known_models
+from kvjax_models import profile as profiles
 from kvjax_models.formats.checkpoint import LoadOptions
 from kvjax_models.formats.tokenizer import Streamer, Tokenizer
-from kvjax_models.generation.auto_policy import Heads, resolve_auto, resolve_windows
+from kvjax_models.generation.auto_policy import Heads, requires_predicted_scores, resolve_auto, resolve_windows
 from kvjax_models.generation.batching import Request, parse_batch_size, seed_of_prompt
 from kvjax_models.generation.completions import Completion, TextCallback, generate_completions, in_prompt_order
 from kvjax_models.generation.generator import Generator
@@ -327,8 +329,13 @@ class LanguageModel:
         # The budget applies to layers without a sliding window; the others cache exactly their window.
         spec = dataclasses.replace(cache_specs(self.model, **sizes)[0], window=None)
         tokens = budget_tokens or max_prompt_tokens + max_new_tokens
+        needs_scorer = requires_predicted_scores(policy) and not streaming
+        find_profile = functools.partial(self.profile, scorer=needs_scorer)
+        profile = heads if isinstance(heads, Profile) and heads.scorer is not None else None
+        if needs_scorer and profile is None:
+            profile = find_profile()
         policy, budget, kv_dtype = resolve_auto(
-            policy, budget, kv_dtype, spec, tokens, heads=heads, streaming=streaming, find_profile=self.profile
+            policy, budget, kv_dtype, spec, tokens, heads=heads, streaming=streaming, find_profile=find_profile
         )
         policy, budget = resolve_windows(policy, budget, cache_specs(self.model, **sizes, kv_dtype=kv_dtype))
         return Generator(
@@ -339,11 +346,16 @@ class LanguageModel:
             sampling=sampling,
             eos=self.tokenizer.eos_ids,
             allow_beyond_context=allow_beyond_context,
+            scorer=None if profile is None else profile.scorer,
         )
 
-    def profile(self) -> Profile | None:
-        """Returns the model's profile; measures and saves it if there is none (see `profile.find_or_measure`)."""
-        return profile.find_or_measure(self.model, self.tokenizer)
+    def profile(self, *, scorer: bool = False) -> Profile | None:
+        """Returns the model's profile; measures and saves it if there is none (see `profile.find_or_measure`).
+
+        Args:
+            scorer: whether to measure the scorer of a saved profile that has none.
+        """
+        return profiles.find_or_measure(self.model, self.tokenizer, scorer=scorer)
 
     def prefix(
         self,

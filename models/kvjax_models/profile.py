@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 from tqdm import tqdm
 
 import kvjax
@@ -38,6 +38,7 @@ from kvjax.policies.kvzip import KVzip
 from kvjax_models import atomic_io, calibration_texts
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.generation.prefill import embed, prefill_layers
+from kvjax_models.generation.scorer import predict_log_scores as predict_log_scores
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import DecoderLayer, Llama
 from kvjax_models.model.rotary import Rotary, rotation
@@ -120,24 +121,6 @@ class Profile:
         with_budget = {layer for layer, _ in ranked}
         shares = retrieving_heads(layers, kv_heads, full)
         return tuple(row if layer in with_budget else None for layer, row in enumerate(shares))
-
-
-def predict_log_scores(
-    scorer: Float[Array, "W+2 H_kv"], x: Float[Array, "*B T W"], first: Int[Array, ""] | int = 0
-) -> Float[Array, "*B T H_kv"]:
-    """Predicts the log of the scores of tokens; can be used in `jax.jit`.
-
-    Args:
-        scorer: the layer's coefficients, `Profile.scorer[layer]`.
-        x: normalized residual stream of consecutive tokens.
-        first: position of the first token.
-
-    Returns:
-        Log scores, float32.
-    """
-    scorer, x = jnp.asarray(scorer, jnp.float32), x.astype(jnp.float32)
-    position = jnp.log1p(first + jnp.arange(x.shape[-2], dtype=jnp.float32))[:, None]
-    return x @ scorer[:-2] + scorer[-2] + position * scorer[-1]
 
 
 class LayerSample:
@@ -382,7 +365,7 @@ def find(model: Llama) -> Profile | None:
     return None if shipped is None else read_file(shipped, model)
 
 
-def find_or_measure(model: Llama, tokenizer: Tokenizer | None) -> Profile | None:
+def find_or_measure(model: Llama, tokenizer: Tokenizer | None, *, scorer: bool = False) -> Profile | None:
     """Returns the profile of a model; measures and saves it if the model has none.
 
     The measurement of a few texts shows a progress bar. `kvjax calibrate` measures more texts.
@@ -390,17 +373,21 @@ def find_or_measure(model: Llama, tokenizer: Tokenizer | None) -> Profile | None
     Args:
         model: the decoder.
         tokenizer: its tokenizer; None if it is not known.
+        scorer: whether to measure the scorer of a saved profile that has none.
 
     Returns:
-        The profile; None if the model has none and cannot be measured: on a mesh, without a tokenizer, or if all layers
-        have a sliding window.
+        The profile. On a mesh, without a tokenizer, or if all layers have a sliding window, nothing is measured: it may
+        then be None, or without a scorer.
     """
     found = find(model)
-    if found is not None or tokenizer is None or mesh_of(model) is not None or not _layers_without_window(model):
+    is_complete = found is not None and (found.scorer is not None or not scorer)
+    if is_complete or tokenizer is None or mesh_of(model) is not None or not _layers_without_window(model):
         return found
     with tqdm(desc="measuring the model once", unit="layer", disable=None, leave=False) as bar:
         progress = progress_of(bar)
         profile = measure(model, tokenizer, max_texts=_QUICK_TEXTS, progress=progress, ridge=_QUICK_RIDGE)
+    if found is not None:  # the shares of the heads do not change
+        profile = dataclasses.replace(found, scorer=profile.scorer)
     try:
         save(model, profile)
     except OSError as error:

@@ -11,7 +11,9 @@ from tests.kvjax.support import ON_A_MESH
 
 _BY_CLASS = {type(policy): policy for name, policy in ON_A_MESH.items() if "reindexed" not in name}
 REPEATING = {"kvzip": kvjax.KVzip(20, sinks=2, compact_every=8), "kvgrad": kvjax.KVgrad(20, sinks=2, compact_every=8)}
-_BY_CLASS |= {type(policy): policy for policy in REPEATING.values()}
+REFUSED = REPEATING | {"kvzap": kvjax.KVzap(20, sinks=2, compact_every=8)}  # by adapters
+REFUSAL = "needs (a second pass over the prompt|predicted scores of the prompt's tokens)"
+_BY_CLASS |= {type(policy): policy for policy in REFUSED.values()}
 POLICIES = {name: _BY_CLASS[policy_class] for name, policy_class in REGISTERED.items()}
 POLICIES["streaming_llm:reindex"] = ON_A_MESH["streaming_llm_reindexed"]
 every_policy = pytest.mark.parametrize("policy", POLICIES)

@@ -106,11 +106,12 @@ def test_no_token_ends_a_timed_text(monkeypatch):
 
 def test_prefill_includes_all_passes_of_a_policy(tmp_path, monkeypatch):
     monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
-    options = {"shape": "tiny", "policy": ("kvgrad", "kvzip:plus=True"), "budget": ("70%",), "context_tokens": (200,)}
+    policies = ("kvgrad", "kvzip:plus=True", "kvzap")
+    options = {"shape": "tiny", "policy": policies, "budget": ("70%",), "context_tokens": (200,)}
     speed.main(speed.Options(measure=("prefill",), **options, repetitions=6, output_dir=str(tmp_path)))
     found = {(one["setting"], one["metric"]): one for one in figures(tmp_path / "prefill.json")}
     assert found["exact", "prefill_seconds_ratio"]["value"] == 1
-    for setting in ("kvgrad @ 70%", "kvzip:plus=True @ 70%"):
+    for setting in (f"{policy} @ 70%" for policy in policies):
         assert found[setting, "prefill_seconds_ratio"]["low"] > 0
         assert found[setting, "prefill_seconds"]["value"] > 0
 

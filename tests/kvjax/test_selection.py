@@ -183,6 +183,72 @@ def test_kvzip_scores_by_the_attention_of_the_repetition(policy_class, options):
         assert kept[row, head, : len(best)].tolist() == best.tolist()
 
 
+def predicted_scores(dtype=np.float32):
+    """Returns random log scores of a prompt's tokens, NaN past each row's length."""
+    scores = np.random.default_rng(3).normal(size=(BATCH, 2, PROMPT)) - 5
+    return np.where(np.arange(PROMPT) < np.array(LENGTHS)[:, None, None], scores, np.nan).astype(dtype)
+
+
+def best_tokens(scores, policy):
+    """Returns the tokens of one head that a top-k policy keeps, by rank."""
+    scores = scores.copy()
+    scores[: policy.sinks] = np.inf
+    return np.argsort(-scores, kind="stable")[: policy.budget].tolist()
+
+
+def prefill_with_scores(policy, scores):
+    stream, spec = make_stream(), make_spec(layer=0, layers=1)
+    inputs = stream.keys[:, :PROMPT], stream.values[:, :PROMPT], jnp.array(LENGTHS)
+    return kvjax.prefill(kvjax.init(policy, spec, row_keys()), *inputs, predicted_scores=scores)[0]
+
+
+@pytest.mark.parametrize("reserve", [False, True])
+def test_kvzap_keeps_the_tokens_with_the_highest_predicted_scores(reserve):
+    policy, scores = kvjax.KVzap(20, compact_every=4, reserve_decode_slots=reserve), predicted_scores()
+    kept = np.asarray(prefill_with_scores(policy, jnp.asarray(scores)).state.values).argmax(-1)
+    for (row, length), head in itertools.product(enumerate(LENGTHS), range(2)):
+        best = best_tokens(scores[row, head, :length], policy)
+        assert kept[row, head, : len(best)].tolist() == best
+
+
+def test_heads_have_their_predicted_scores():
+    policy, scores = kvjax.KVzap(24, compact_every=4), predicted_scores()
+    cache = prefill_with_scores(kvjax.HeadBudgets(policy, ((0.5, 0.7),)), jnp.asarray(scores))
+    assert cache.policy.requires == policy.requires
+    for (one, index), group in zip(cache.policy.groups().items(), cache.state.groups, strict=True):
+        kept = np.asarray(group.values).argmax(-1)
+        head = 0 if one.budget < policy.budget else 1
+        assert len(index) == 1
+        for row, length in enumerate(LENGTHS):
+            best = best_tokens(scores[row, head, :length], one)
+            assert kept[row, 0, : len(best)].tolist() == best
+
+
+def test_heads_share_one_budget_by_predicted_scores():
+    policy, scores = kvjax.KVzap(12, compact_every=4, reserve_decode_slots=True), predicted_scores()
+    scores[:, 0] += 1.5
+    weights = np.asarray(read_weights(prefill_with_scores(AdaKV(policy, 0.0), jnp.asarray(scores))))
+    for row, length in enumerate(LENGTHS):
+        ranked = scores[row, :, :length].copy()
+        ranked[:, : policy.sinks] = np.inf
+        expected = np.zeros(2 * length)
+        expected[np.argsort(-ranked.reshape(-1), kind="stable")[: 2 * min(policy.budget, length)]] = 1
+        np.testing.assert_allclose(weights[row, :, :length].reshape(-1), expected, atol=1e-6)
+
+
+def test_predicted_scores_of_other_shapes_are_refused():
+    policy, scores = kvjax.KVzap(24), predicted_scores()
+    with pytest.raises(ValueError, match="kvzap needs predicted scores; pass predicted_scores, as kvjax_models does"):
+        prefill_with_scores(policy, None)
+    with pytest.raises(ValueError, match=r"predicted_scores have shape \(3, 40, 2\), expected \[B, H_kv, T\] = "):
+        prefill_with_scores(policy, scores.swapaxes(1, 2))
+    with pytest.raises(ValueError, match="predicted_scores have dtype int32"):
+        prefill_with_scores(policy, np.zeros(scores.shape, np.int32))
+    # Other policies ignore them.
+    caches = [prefill_with_scores(kvjax.KeyDiff(24), one) for one in (None, scores)]
+    jax.tree.map(np.testing.assert_array_equal, *caches)
+
+
 # --- scores of a prompt, against float64 formulas of each row alone ---
 
 

@@ -28,7 +28,7 @@ COMBINATORS = {
     "by_head": kvjax.ByHead((kvjax.Exact(), kvjax.Quest(20))),
     "first_layers": kvjax.FirstLayers(2, kvjax.Quest(20), kvjax.Exact()),
 }
-KINDS = POLICIES | {"kvgrad": kvjax.KVgrad(20), "kvzip": kvjax.KVzip(20)} | COMBINATORS
+KINDS = POLICIES | {"kvgrad": kvjax.KVgrad(20), "kvzap": kvjax.KVzap(20), "kvzip": kvjax.KVzip(20)} | COMBINATORS
 # Another value of a setting, of `compact_every` for all other policies.
 CHANGE = {"compact_every": 4}
 CHANGES = {

@@ -19,7 +19,7 @@ from kvjax_models.generation.sequence_parallel import CHUNK_SPEC, chunk_size
 from kvjax_models.model import flash_attention
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
-from kvjax_models.sharding import shard_model
+from kvjax_models.sharding import KV_SPEC, mesh_of, replicate, shard_model
 from tests.kvjax import support
 from tests.models.test_generate_sharded import needs_devices, run_two_processes, starts_processes
 
@@ -39,6 +39,7 @@ MODELS = {
     "tokens of two groups": (2, 2, {"tensor": 4, "data": 2}, {}),
 }
 KVZIP = kvjax.KVzip(40, recent=8, compact_every=8, chunk_tokens=100, instruction=(1, 2), continuation=(3,), suffix=(4,))
+KVZAP = kvjax.KVzap(40, recent=8, compact_every=8)
 KVGRAD = kvjax.KVgrad(40, recent=8, compact_every=8, chunk_tokens=100)
 CHUNK, LENGTHS = 16, [300, 512]
 
@@ -59,12 +60,19 @@ def random_models(name, **options):
     return model, shard_model(model, kvjax.make_mesh(kv_heads, **shape))
 
 
-def prefill_layers(model, num_queries, repeat=None):
+def make_scorer(kv_heads):
+    """Returns random coefficients of predicted scores."""
+    return np.random.default_rng(0).normal(size=(CONFIG.layers, CONFIG.width + 2, kv_heads)).astype(np.float32)
+
+
+def prefill_layers(model, num_queries, repeat=None, scorer=None):
     """Yields the results of every layer for two prompts."""
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 512)).astype(np.int32)
     for row, length in zip(tokens, LENGTHS, strict=True):
         row[length:] = 0
-    yield from prefill.prefill_layers(model, tokens, jnp.asarray(LENGTHS, jnp.int32), CHUNK, [num_queries] * 2, repeat)
+    scorer = None if scorer is None else replicate(scorer, mesh_of(model))
+    lengths = jnp.asarray(LENGTHS, jnp.int32)
+    yield from prefill.prefill_layers(model, tokens, lengths, CHUNK, [num_queries] * 2, repeat, scorer=scorer)
 
 
 def assert_rows_close(actual, expected, *, atol):
@@ -89,13 +97,16 @@ def test_layers_equal_those_of_one_device(name, num_queries):
     query_heads, kv_heads, shape, _ = MODELS[name]
     mesh, chunk = kvjax.make_mesh(kv_heads, **shape), shape["tensor"] * CHUNK
     assert chunk_size(model, mesh, 2, 512, CHUNK) == chunk
-    layers = zip(*(prefill_layers(each, num_queries) for each in (model, sharded_model)), strict=True)
+    scorer = make_scorer(kv_heads)
+    layers = zip(*(prefill_layers(each, num_queries, scorer=scorer) for each in (model, sharded_model)), strict=True)
     for layer, sharded in layers:
         assert sharded.x.shape == (2, 512 // chunk, chunk, CONFIG.width)
         assert sharded.x.sharding.is_equivalent_to(NamedSharding(mesh, CHUNK_SPEC), 4)
         assert_rows_close(sharded.x.reshape(2, 512, -1), layer.x.reshape(2, 512, -1), atol=2e-5)
         assert_rows_close(sharded.keys, layer.keys, atol=2e-5)
         assert_rows_close(sharded.values, layer.values, atol=2e-5)
+        assert sharded.predicted_scores.shape == (2, kv_heads, 512)
+        assert_rows_close(*(x.predicted_scores.swapaxes(1, 2) for x in (sharded, layer)), atol=2e-4)
         if num_queries:
             assert sharded.queries.shape == (2, num_queries, query_heads, CONFIG.head_dim)
             for row, expected, length in zip(sharded.queries, layer.queries, LENGTHS, strict=True):
@@ -159,16 +170,17 @@ def test_a_kernel_equals_chunks(monkeypatch, name, is_sharded, supports_runs, ex
 
 def generate(model, name):
     """Returns the multiple to which prompts are padded, generated tokens, and the last logits."""
-    policy = (support.ON_A_MESH | {"kvzip": KVZIP, "kvgrad": KVGRAD})[name]
+    policy = (support.ON_A_MESH | {"kvzip": KVZIP, "kvgrad": KVGRAD, "kvzap": KVZAP})[name]
     prompts = [np.random.default_rng(row).integers(0, 40, length).tolist() for row, length in enumerate((420, 130))]
-    generator = Generator(model, policy, batch=2, max_prompt_tokens=512, max_new_tokens=16, prefill_chunk=CHUNK)
+    sizes = {"batch": 2, "max_prompt_tokens": 512, "max_new_tokens": 16, "prefill_chunk": CHUNK}
+    generator = Generator(model, policy, **sizes, scorer=make_scorer(model.config.kv_heads))
     rows, state = generator.decode_all(generator.prefill(generator.init_state(3), prompts), 8)
     logits = np.asarray(multihost_utils.process_allgather(state.logits, tiled=True))
     return generator.padding_multiple(420), rows, logits
 
 
 @needs_devices
-@pytest.mark.parametrize("name", [heavy("exact"), "snapkv", heavy("kvzip"), heavy("kvgrad")])
+@pytest.mark.parametrize("name", [heavy("exact"), "snapkv", heavy("kvzip"), heavy("kvgrad"), heavy("kvzap")])
 def test_tokens_and_logits_equal_those_of_one_device(name):
     multiple, rows, logits = generate(random_model(6, 2), name)
     sharded = generate(shard_model(random_model(6, 2), kvjax.make_mesh(2, tensor=8)), name)
@@ -208,6 +220,22 @@ def test_prompts_that_devices_do_not_divide_are_replicated(count, shape):
     layer = next(prefill.prefill_layers(model, tokens, jnp.array([200]), 9, [0, 0]))
     assert layer.x.shape == shape
     assert layer.x.sharding.is_fully_replicated == (count == 270)
+
+
+@needs_devices
+def test_predicted_scores_with_tensor_parallelism():
+    """The prompts are too short for sequence parallelism; scores are sharded along heads."""
+    model, mesh, tokens = random_model(8, 4), kvjax.make_mesh(4, tensor=8), np.arange(120).reshape(2, 60) % 40
+    for each in zip(*(layers_with_scores(one, tokens) for one in (model, shard_model(model, mesh))), strict=True):
+        expected, actual = (layer.predicted_scores for layer in each)
+        np.testing.assert_allclose(actual, expected, atol=2e-4)
+        assert actual.sharding.is_equivalent_to(NamedSharding(mesh, KV_SPEC), 3)
+
+
+def layers_with_scores(model, tokens):
+    scorer, lengths = replicate(make_scorer(4), mesh_of(model)), jnp.array([60, 33])
+    assert chunk_size(model, mesh_of(model), 2, 60, 20) == 20
+    return prefill.prefill_layers(model, tokens, lengths, 20, [0, 0], scorer=scorer)
 
 
 @needs_devices

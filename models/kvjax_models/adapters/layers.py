@@ -132,9 +132,15 @@ def prefill(
         The cache, and the carry for the next layer.
 
     Raises:
-        ValueError: if the policy needs a repetition of the prompt and `repeated` is None, or gradients of it.
+        ValueError: if the policy needs predicted scores, a repetition of the prompt and `repeated` is None, or
+            gradients of it.
     """
     requires = cache.policy.requires
+    if requires.predicted_scores:
+        raise ValueError(
+            f"{type(cache.policy).__name__} needs predicted scores of the prompt's tokens, which adapters do not "
+            "compute; choose another policy, such as kvjax.SnapKV"
+        )
     if requires.repetition is None:
         repeated = None
     elif repeated is None:

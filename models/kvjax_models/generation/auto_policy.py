@@ -26,7 +26,7 @@ from kvjax.budget import Budget, format_bytes, row_bytes
 from kvjax.combinators.head_budgets import Shares
 from kvjax.policy import Policy, setting_types
 from kvjax.quantization import FORMATS, KVDtype
-from kvjax.registry import POLICIES, AnyPolicy, PolicyChoice
+from kvjax.registry import LARGE_BUDGET, POLICIES, AnyPolicy, PolicyChoice
 from kvjax.spec import CacheSpec
 from kvjax_models.profile import Profile
 
@@ -112,6 +112,22 @@ def resolve_auto(
         )
     choice = choice.with_settings(**settings)
     return choice.without_profile() if shares is None else choice.with_shares(shares), budget, kv_dtype
+
+
+def requires_predicted_scores(policy: AnyPolicy) -> bool:
+    """Returns whether a policy requires predicted scores of tokens, before its budget is known.
+
+    Args:
+        policy: as for `resolve_auto`.
+    """
+    choice = PolicyChoice.parse(policy) if isinstance(policy, str) else policy
+    if isinstance(choice, PolicyChoice):
+        choice = choice.without_profile().make(LARGE_BUDGET)
+    elif not isinstance(choice, Policy):
+        if isinstance(choice, type) and "budget" not in setting_types(choice):
+            return False
+        choice = choice(LARGE_BUDGET)
+    return choice.requires.predicted_scores
 
 
 def _shares(heads: Heads, kept: float, find_profile: Callable[[], Profile | None]) -> Shares | None:

@@ -52,6 +52,7 @@ class Generator:
         streaming: bool = False,
         allow_beyond_context: bool = False,
         kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
+        scorer: Float[Array | np.ndarray, "L W+2 H_kv"] | None = None,
     ):
         """Creates a generator.
 
@@ -70,9 +71,12 @@ class Generator:
             allow_beyond_context: whether sequences may exceed the model's context length, with a warning; otherwise
                 they are refused.
             kv_dtype: quantization format of the caches (`kvjax.CacheSpec.kv_dtype`).
+            scorer: coefficients of predicted scores (`profile.Profile.scorer`), for policies that require them
+                (`kvjax.KVzap`); ignored for others. Its shape suffices for a generator that is only lowered.
 
         Raises:
-            ValueError: if an argument is invalid or a policy does not support streaming.
+            ValueError: if an argument is invalid, a policy does not support streaming, or a policy requires predicted
+                scores and there is no scorer.
         """
         compile_cache.free_compiled_programs(_PROGRAMS)
         config = model.config
@@ -104,9 +108,26 @@ class Generator:
         self.policies = tuple(layer_policy(*layer) for layer in zip(policies, self.specs, strict=True))
         if streaming and (unsupported := [policy for policy in self.policies if policy.requires.entire_prompt]):
             raise ValueError(f"{unsupported[0]} compresses entire prompts; set streaming=False")
+        self.scorer = self._check_scorer(scorer)
         # Tokens between two compactions of all layers.
         self.block_size = min(self.specs[0].max_new_tokens, *(policy.compact_every for policy in self.policies))
         self.specs = tuple(dataclasses.replace(spec, staging_slots=self.block_size) for spec in self.specs)
+
+    def _check_scorer(self, scorer: Any) -> Float[Array, "L W+2 H_kv"] | None:
+        """Returns the scorer on the model's devices; None if no policy requires predicted scores."""
+        scoring = [policy for policy in self.policies if policy.requires.predicted_scores]
+        if not scoring:
+            return None
+        if scorer is None:
+            raise ValueError(
+                f"{scoring[0]} requires predicted scores, and the model has no scorer; run `kvjax calibrate`, and pass "
+                "the scorer of the profile to Generator"
+            )
+        shape = (self.config.layers, self.config.width + 2, self.config.kv_heads)
+        if scorer.shape != shape:
+            raise ValueError(f"scorer has shape {scorer.shape}, expected [L, W+2, H_kv] = {shape}")
+        is_abstract = isinstance(scorer, jax.ShapeDtypeStruct)  # of a generator that is only lowered
+        return scorer if is_abstract else replicate(np.asarray(scorer, np.float32), self.mesh)
 
     def with_batch(self, batch: int) -> "Generator":
         """Returns a copy with another batch size; rows of its states can be inserted into states of this generator.
@@ -129,6 +150,7 @@ class Generator:
             streaming=self.streaming,
             allow_beyond_context=self.allow_beyond_context,
             kv_dtype=self.kv_dtype,
+            scorer=self.scorer,
         )
 
     @functools.cached_property
@@ -245,7 +267,9 @@ class Generator:
         lengths = replicate(row_lengths, self.mesh)
         num_queries = [policy.requires.num_prompt_queries(tokens.shape[1]) for policy in self.policies]
         repeat, capacity = merge_requirements(self.policies).repetition, self.specs[0].capacity
-        layers = prefill_layers(self.model, tokens, lengths, self.prefill_chunk, num_queries, repeat, capacity)
+        layers = prefill_layers(
+            self.model, tokens, lengths, self.prefill_chunk, num_queries, repeat, capacity, self.scorer
+        )
         return layers, lengths
 
     def score(

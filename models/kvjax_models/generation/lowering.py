@@ -16,6 +16,7 @@ from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill import PrefilledLayer, compression_arguments, prefill_cache, prefill_layer
 from kvjax_models.generation.sequence_parallel import CHUNK_SPEC
 from kvjax_models.generation.state import GenerationState, compact_layer, state_shardings
+from kvjax_models.sharding import KV_SPEC
 
 
 def lower_decode(
@@ -78,11 +79,15 @@ def lower_prefill(generator: Generator, tokens: int) -> tuple[jax.stages.Lowered
     abstract = functools.partial(_abstract_array, mesh=mesh)
     lengths = abstract((batch,), jnp.int32, ROWS)
     x = abstract((batch, tokens // size, size, config.width), dtype, CHUNK_SPEC if sequence_parallel else ROWS)
-    prefill = prefill_layer.lower(layer, rotary, mesh, sequence_parallel, num_queries, x, lengths)
+    scorer = scores = None
+    if generator.scorer is not None:
+        scorer = abstract(generator.scorer.shape[1:], jnp.float32, PartitionSpec())
+        scores = abstract((batch, config.kv_heads, tokens), jnp.float32, KV_SPEC)
+    prefill = prefill_layer.lower(layer, rotary, mesh, sequence_parallel, num_queries, x, lengths, scorer)
     keys = abstract((batch, tokens, config.kv_heads, config.head_dim), dtype, HEADS)
     queries = abstract((batch, num_queries, config.query_heads, config.head_dim), dtype, HEADS) if num_queries else None
     state = abstract_state(jax.eval_shape(generator.init_state), mesh)
-    prefilled = PrefilledLayer(x, keys, keys, queries, sink_logits=layer.sink_logits)
+    prefilled = PrefilledLayer(x, keys, keys, queries, sink_logits=layer.sink_logits, predicted_scores=scores)
     return prefill, lower_compression(state.layers[number], state.counters, prefilled, lengths)
 
 

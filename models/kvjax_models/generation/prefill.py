@@ -20,6 +20,7 @@ from kvjax.distributed.sharding import HEADS, ROWS
 from kvjax.policy import RepeatedPrompt, Repetition
 from kvjax.stores.staging import Counters
 from kvjax_models.generation import repetition
+from kvjax_models.generation.scorer import predict_log_scores
 from kvjax_models.generation.sequence_parallel import (
     CHUNK_SPEC,
     DeviceGroup,
@@ -52,6 +53,7 @@ class PrefilledLayer(NamedTuple):
     queries: Float[Array, "B w H_q D"] | None  # of the last tokens, right-aligned, as many as were requested
     repeated: RepeatedPrompt | None = None  # projections of repetitions of the prompt
     sink_logits: Float[Array, "H_q"] | None = None
+    predicted_scores: Float[Array, "B H_kv N"] | None = None  # float32 log scores of the tokens
 
 
 def prefill_layers(
@@ -62,6 +64,7 @@ def prefill_layers(
     num_queries: Sequence[int],
     repeat: Repetition | None = None,
     capacity: int | None = None,
+    scorer: Float[Array, "L W+2 H_kv"] | None = None,
 ) -> Iterator[PrefilledLayer]:
     """Computes prompts layer by layer with exact attention.
 
@@ -74,6 +77,8 @@ def prefill_layers(
         num_queries: for each layer, the number of the prompt's last queries to return.
         repeat: whether each layer also processes repetitions of the prompts, for policies that score with them.
         capacity: maximum length of the sequences, on which some rotary embeddings depend; N by default.
+        scorer: coefficients with which each layer predicts the scores of the tokens (`profile.Profile.scorer`), for
+            policies that require them; None to predict none.
 
     Yields:
         The results of each layer.
@@ -99,7 +104,8 @@ def prefill_layers(
     results: list[PrefilledLayer] = []
     for number, (layer, layer_queries) in enumerate(zip(model.layers, num_queries, strict=True)):
         rotary = model.config.rotary(number, capacity)
-        result = prefill_layer(layer, rotary, mesh, sequence_parallel, layer_queries, x, lengths)
+        layer_scorer = None if scorer is None else scorer[number]
+        result = prefill_layer(layer, rotary, mesh, sequence_parallel, layer_queries, x, lengths, layer_scorer)
         x, result = result.x, result._replace(sink_logits=layer.sink_logits)
         if repeat is not None:
             if needs_gradients:
@@ -185,7 +191,8 @@ def compression_arguments(
     if queries is not None and queries.shape[1] > count:
         queries = queries[:, queries.shape[1] - count :] if count else None
     repeated = None if cache.policy.requires.repetition is None else layer.repeated
-    options = {"repeated": repeated, "sink_logits": layer.sink_logits}
+    scores = layer.predicted_scores if cache.policy.requires.predicted_scores else None
+    options = {"repeated": repeated, "sink_logits": layer.sink_logits, "predicted_scores": scores}
     return (cache, counters, layer.keys, layer.values, lengths, queries, layer_carry), options
 
 
@@ -239,6 +246,7 @@ def prefill_layer(
     num_queries: int,
     x: Float[Array, "B M C W"],
     lengths: Int[Array, "B"],
+    scorer: Float[Array, "W+2 H_kv"] | None = None,
 ) -> PrefilledLayer:
     """Computes one layer of entire prompts.
 
@@ -250,20 +258,25 @@ def prefill_layer(
         num_queries: number of the prompt's last queries to return.
         x: residual stream in chunks; donated.
         lengths: lengths of the prompts.
+        scorer: the layer's coefficients of predicted scores; None to predict none.
 
     Returns:
         The results of the layer.
     """
     if mesh is None or not sequence_parallel:
         x = constrain_to_batch(x, mesh)
-        x, keys, values, queries = _prefill_chunks(rotary, mesh, [DeviceGroup()], num_queries, layer, x, lengths)
-        return PrefilledLayer(constrain_to_batch(x, mesh), keys, values, queries)
+        x, keys, values, queries, scores = _prefill_chunks(
+            rotary, mesh, [DeviceGroup()], num_queries, layer, x, lengths, scorer
+        )
+        if scores is not None and mesh is not None:
+            scores = jax.lax.with_sharding_constraint(scores, NamedSharding(mesh, KV_SPEC))
+        return PrefilledLayer(constrain_to_batch(x, mesh), keys, values, queries, predicted_scores=scores)
     groups = [DeviceGroup.from_mesh(mesh, head_counts(layer), always) for always in (False, True)]
     prefill = functools.partial(_prefill_chunks, rotary, None, groups, num_queries)
-    specs = (CHUNK_SPEC, ROWS), (CHUNK_SPEC, HEADS, HEADS, HEADS)
-    return PrefilledLayer(
-        *with_gathered_parameters(prefill, mesh, layer, layer.attention.query_heads, *specs)(x, lengths)
-    )
+    specs = (CHUNK_SPEC, ROWS, PartitionSpec()), (CHUNK_SPEC, HEADS, HEADS, HEADS, KV_SPEC)
+    run = with_gathered_parameters(prefill, mesh, layer, layer.attention.query_heads, *specs)
+    x, keys, values, queries, scores = run(x, lengths, scorer)
+    return PrefilledLayer(x, keys, values, queries, predicted_scores=scores)
 
 
 @jax.jit
@@ -310,6 +323,16 @@ class _ChunkedLayer(NamedTuple):
 
         keys, values = jax.lax.map(project, jnp.arange(x.shape[1]))
         return join_chunks(self.group.gather_tokens(keys)), join_chunks(self.group.gather_tokens(values))
+
+    def predicted_scores(self, scorer: Float[Array, "W+2 H_kv"], x: Float[Array, "B M c W"]) -> Float[Array, "B h N"]:
+        """Returns the predicted log scores of all tokens, from the residual stream `x`, for this device's heads."""
+
+        def predict(chunk):
+            first = (chunk * self.group.devices + self.group.device_index()) * x.shape[2]
+            return predict_log_scores(scorer, self.layer.normalize(_take_chunk(x, chunk)), first)
+
+        scores = jax.lax.map(predict, jnp.arange(x.shape[1]))
+        return join_chunks(self.group.gather_tokens(scores[..., None]))[..., 0].swapaxes(1, 2)
 
     def finish(self, x: Float[Array, "B M c W"], attended: Array, chunk: Int[Array, ""]) -> Float[Array, "B M c W"]:
         """Replaces a `chunk` of the residual stream `x` by the layer's output, given the output `attended`."""
@@ -384,7 +407,14 @@ def _prefill_chunks(
     layer: DecoderLayer,
     x: Float[Array, "B M c W"],
     lengths: Int[Array, "B"],
-) -> tuple[Float[Array, "B M c W"], Float[Array, "B N h D"], Float[Array, "B N h D"], Float[Array, "B w h D"] | None]:
+    scorer: Float[Array, "W+2 H_kv"] | None,
+) -> tuple[
+    Float[Array, "B M c W"],
+    Float[Array, "B N h D"],
+    Float[Array, "B N h D"],
+    Float[Array, "B w h D"] | None,
+    Float[Array, "B h N"] | None,
+]:
     """Returns the results of `prefill_layer` for this device's tokens.
 
     Attention is shared as in the first group that a kernel supports. With a mesh, the compiler partitions projections.
@@ -392,6 +422,7 @@ def _prefill_chunks(
     tokens = x.shape[1] * x.shape[2] * groups[0].devices
     chunked = _ChunkedLayer(layer, rotary, groups[0], mesh)
     queries = _last_queries(layer, rotary, groups[0], num_queries, x, lengths) if num_queries else None
+    scores = None if scorer is None else chunked.predicted_scores(scorer, x)
     keys, values = chunked.all_keys_and_values(x)
     kernels = {
         platform: functools.partial(chunked._replace(group=group).attend_by_kernel, attend)
@@ -406,7 +437,7 @@ def _prefill_chunks(
         x = jax.lax.platform_dependent(*args, default=chunked.attend_by_chunks, **kernels)
     else:
         x = chunked.attend_by_chunks(*args)
-    return x, keys, values, queries
+    return x, keys, values, queries, scores
 
 
 def _last_queries(
