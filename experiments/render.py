@@ -54,7 +54,7 @@ class Shown(NamedTuple):
         setting = any(fnmatch(row.setting, pattern) for pattern in self.settings)
         return (
             setting
-            and (self.older or row.tail_fraction is not None)
+            and (self.older or row.is_of_text)
             and all(
                 fnmatch(str(value), pattern)
                 for value, pattern in ((row.task, self.tasks), (row.question, self.question), (row.tokens, self.tokens))

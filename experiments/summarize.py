@@ -102,8 +102,8 @@ def _groups(rows: Iterable[Row], tasks: Sequence[str]) -> dict[str, Float[np.nda
 
 
 def title_of(row: Row) -> str:
-    """Returns the title of a row's table: its `Row.conditions`."""
-    budgets = "" if row.tail_fraction is None else ", budgets of the text"
+    """Returns the title of a row's table: model, length, kind of question, dtype and kind of budget."""
+    budgets = ", budgets of the text" if row.is_of_text else ""
     return f"{row.model}, {row.tokens} tokens, question {row.question}, {row.dtype}{budgets}"
 
 

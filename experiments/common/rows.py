@@ -90,16 +90,18 @@ class Row:
     @property
     def run_key(self) -> tuple[Any, ...]:
         """The values of `key` that all questions of a run share."""
-        return (*self.conditions, self.task, self.setting, self.seed)
+        return self.model, self.task, self.setting, self.question, self.tokens, self.seed, self.dtype
 
     @property
-    def conditions(self) -> tuple[Any, ...]:
-        """The values that all rows of a table share."""
-        return self.model, self.tokens, self.question, self.dtype, self.tail_fraction is None
+    def is_of_text(self) -> bool:
+        """Whether budget and shares are of the text alone, without question and answer."""
+        return self.tail_fraction is not None
 
 
 def read_rows(paths: Iterable[pathlib.Path]) -> list[Row]:
     """Reads rows; lines that an interrupted run left incomplete are skipped, and repeated keys keep the last row.
+
+    Rows of budgets of the text do not replace older ones (`Row.is_of_text`).
 
     Args:
         paths: JSON Lines files, compressed if their names end in .gz.
@@ -110,7 +112,7 @@ def read_rows(paths: Iterable[pathlib.Path]) -> list[Row]:
     Raises:
         ValueError: if a complete line is not a row.
     """
-    rows: dict[tuple[Any, ...], Row] = {}
+    rows: dict[tuple[Any, ...], Row] = {}  # by key and kind of budget
     for path in paths:
         content = path.read_bytes()
         lines = (gzip.decompress(content) if path.suffix == ".gz" else content).split(b"\n")
@@ -124,7 +126,7 @@ def read_rows(paths: Iterable[pathlib.Path]) -> list[Row]:
                     logging.warning("%s, line %d is incomplete and is skipped", path, number)
                     continue
                 raise ValueError(f"{path}, line {number} is not a row: {error}") from error
-            rows[row.key] = row
+            rows[row.is_of_text or row.error is not None, *row.key] = row
     return list(rows.values())
 
 
