@@ -15,7 +15,7 @@ from kvjax.policy import Policy
 from kvjax.quantization import KVDtype
 from kvjax.registry import LARGE_BUDGET, PolicyChoice
 from kvjax_models import LanguageModel
-from kvjax_models.generation.auto_policy import requires_predicted_scores, resolve_auto
+from kvjax_models.generation.auto_policy import resolve_auto
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import GenerationState, cache_specs
 
@@ -132,10 +132,6 @@ def make_generator(
         "streaming": streaming,
     }
     spec = dataclasses.replace(cache_specs(llm.model, **sizes)[0], dtype=REFERENCE_DTYPE)
-    needs_scorer = scorer is None and requires_predicted_scores(setting.policy) and not streaming
-    find_profile = functools.partial(llm.profile, scorer=needs_scorer)
-    if needs_scorer and (profile := find_profile()) is not None:
-        scorer = profile.scorer
     choice, _, kv_dtype = resolve_auto(
         PolicyChoice.parse(setting.policy),
         setting.budget,
@@ -143,10 +139,12 @@ def make_generator(
         spec,
         budget_tokens,
         streaming=streaming,
-        find_profile=find_profile,
+        find_profile=llm.profile,
     )
     assert isinstance(choice, PolicyChoice)
     policy = setting.fit(dataclasses.replace(spec, kv_dtype=kv_dtype), budget_tokens, tail_tokens, choice)
+    if scorer is None and policy.requires.predicted_scores and not streaming:
+        scorer = llm.scorer()
     return Generator(
         llm.model,
         policy,

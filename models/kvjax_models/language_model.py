@@ -1,7 +1,6 @@
 """A model with its tokenizer: generates text through any cache policy."""
 
 import dataclasses
-import functools
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,9 +9,11 @@ from typing import Any, TypedDict, Unpack
 import huggingface_hub
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import logging
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from jax.sharding import Mesh
+from jaxtyping import Float
 
 import kvjax
 from kvjax.budget import Budget
@@ -23,7 +24,7 @@ from kvjax_models import compile_cache, formats, known_models
 from kvjax_models import profile as profiles
 from kvjax_models.formats.checkpoint import LoadOptions
 from kvjax_models.formats.tokenizer import Streamer, Tokenizer
-from kvjax_models.generation.auto_policy import Heads, requires_predicted_scores, resolve_auto, resolve_windows
+from kvjax_models.generation.auto_policy import Heads, resolve_auto, resolve_windows
 from kvjax_models.generation.batching import Request, parse_batch_size, seed_of_prompt
 from kvjax_models.generation.completions import Completion, TextCallback, generate_completions, in_prompt_order
 from kvjax_models.generation.generator import Generator
@@ -329,24 +330,20 @@ class LanguageModel:
         # The budget applies to layers without a sliding window; the others cache exactly their window.
         spec = dataclasses.replace(cache_specs(self.model, **sizes)[0], window=None)
         tokens = budget_tokens or max_prompt_tokens + max_new_tokens
-        needs_scorer = requires_predicted_scores(policy) and not streaming
-        find_profile = functools.partial(self.profile, scorer=needs_scorer)
-        profile = heads if isinstance(heads, Profile) and heads.scorer is not None else None
-        if needs_scorer and profile is None:
-            profile = find_profile()
         policy, budget, kv_dtype = resolve_auto(
-            policy, budget, kv_dtype, spec, tokens, heads=heads, streaming=streaming, find_profile=find_profile
+            policy, budget, kv_dtype, spec, tokens, heads=heads, streaming=streaming, find_profile=self.profile
         )
         policy, budget = resolve_windows(policy, budget, cache_specs(self.model, **sizes, kv_dtype=kv_dtype))
+        resolved = resolve_policy(policy, budget, dataclasses.replace(spec, kv_dtype=kv_dtype), tokens)
         return Generator(
             self.model,
-            resolve_policy(policy, budget, dataclasses.replace(spec, kv_dtype=kv_dtype), tokens),
+            resolved,
             **sizes,
             kv_dtype=kv_dtype,
             sampling=sampling,
             eos=self.tokenizer.eos_ids,
             allow_beyond_context=allow_beyond_context,
-            scorer=None if profile is None else profile.scorer,
+            scorer=self.scorer(heads) if resolved.requires.predicted_scores and not streaming else None,
         )
 
     def profile(self, *, scorer: bool = False) -> Profile | None:
@@ -356,6 +353,15 @@ class LanguageModel:
             scorer: whether to measure the scorer of a saved profile that has none.
         """
         return profiles.find_or_measure(self.model, self.tokenizer, scorer=scorer)
+
+    def scorer(self, heads: Heads = None) -> Float[np.ndarray, "L W+2 H_kv"] | None:
+        """Returns the scorer of tokens of a profile; None if the model cannot be measured.
+
+        Args:
+            heads: as for `generate`; a profile with a scorer replaces the model's.
+        """
+        profile = heads if isinstance(heads, Profile) and heads.scorer is not None else self.profile(scorer=True)
+        return None if profile is None else profile.scorer
 
     def prefix(
         self,

@@ -50,7 +50,8 @@ def test_auto_stores_few_bits_and_all_tokens_of_some_heads(model, budget, kv_dty
     choice, resolved_budget, resolved_dtype = resolve(model, "auto", budget, kv_dtype, profile=make_profile(NEEDS))
     assert resolved_dtype == expected and resolved_budget == ("25%" if budget is None else budget)
     heads = [(LAYERS - 1, 1), (LAYERS - 1, 0), (LAYERS - 2, 1)][:full]
-    policy = kvjax.SnapKV(64, window_size=16, reserve_decode_slots=True, compact_every=compact_every)
+    options = {"reserve_decode_slots": True, "compact_every": compact_every}
+    policy = kvjax.KVzap(64, recent=16, **options) if budget == "3%" else kvjax.SnapKV(64, window_size=16, **options)
     assert choice.make(64) == kvjax.HeadBudgets(policy, retrieving_heads(LAYERS, KV_HEADS, heads))
 
 

@@ -13,11 +13,9 @@ from flax import nnx
 import kvjax
 from experiments.common import caches
 from experiments.common.prefill import prefill_together
-from kvjax.registry import POLICIES
 from kvjax_models import profile
 from kvjax_models.adapters import layers as adapter_layers
 from kvjax_models.generation import lowering, prefill
-from kvjax_models.generation.auto_policy import requires_predicted_scores
 from kvjax_models.generation.generator import Generator
 from kvjax_models.model.llama import Llama
 from tests.models import tiny
@@ -160,11 +158,15 @@ def test_programs_are_lowered_as_they_run():
             program.compile()
 
 
-def test_which_policies_require_scores():
-    requiring = (POLICY, kvjax.KVzap, functools.partial(kvjax.KVzap, sinks=2), "kvzap:heads=auto@25%")
-    assert all(map(requires_predicted_scores, requiring))
-    others = ("auto", kvjax.Exact, kvjax.KVzip, functools.partial(kvjax.SnapKV, sinks=2), *sorted(POLICIES))
-    assert [policy for policy in others if requires_predicted_scores(policy)] == ["kvzap"]
+def test_generators_have_a_scorer_if_their_policy_requires_it(monkeypatch):
+    monkeypatch.setattr(profile, "TOKENS", 100)
+    llm, sizes = tiny.make_llm(), {"max_prompt_tokens": 512, "max_new_tokens": 8}
+    requiring = (POLICY, kvjax.KVzap, functools.partial(kvjax.KVzap, sinks=2), "kvzap:heads=auto")
+    budgets = (None, 64, 64, 64)
+    generators = [llm.generator(*choice, **sizes) for choice in zip(requiring, budgets, strict=True)]
+    assert all(generator.scorer is not None for generator in generators)
+    others = (kvjax.KVzip, functools.partial(kvjax.SnapKV, sinks=2), "chelsea:heads=auto")
+    assert all(llm.generator(policy, 160, **sizes).scorer is None for policy in others)
 
 
 def test_a_profile_without_a_scorer_is_measured_again(monkeypatch):

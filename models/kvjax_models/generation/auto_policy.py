@@ -10,8 +10,9 @@ in the others. It reads a prompt once:
    tokens.
 4. Later tokens have reserved slots, but in long generations they replace the tokens of lowest rank.
 
-`heads="auto"` does 2 and 3 for any policy with a budget. If prompts are streamed through the cache, `auto` uses Chelsea
-in place of SnapKV, which needs entire prompts.
+Below 10% of a full cache the scores of the profile's linear map (KVzap) replace SnapKV's. If prompts are streamed
+through the cache, Chelsea replaces SnapKV, which needs entire prompts. `heads="auto"` does 2 and 3 for any policy with
+a budget.
 """
 
 import dataclasses
@@ -26,12 +27,15 @@ from kvjax.budget import Budget, format_bytes, row_bytes
 from kvjax.combinators.head_budgets import Shares
 from kvjax.policy import Policy, setting_types
 from kvjax.quantization import FORMATS, KVDtype
-from kvjax.registry import LARGE_BUDGET, POLICIES, AnyPolicy, PolicyChoice
+from kvjax.registry import POLICIES, AnyPolicy, PolicyChoice
 from kvjax.spec import CacheSpec
 from kvjax_models.profile import Profile
 
 DEFAULT_BUDGET = "25%"
-STREAMING_POLICY = "chelsea"  # of `auto` for the heads that do not retrieve, if prompts are streamed
+# Policies of `auto` for the heads that do not retrieve, in place of SnapKV.
+STREAMING_POLICY = "chelsea"  # if prompts are streamed
+SMALL_BUDGET_POLICY = "kvzap"  # below this fraction of a full bfloat16 cache, if the profile has a scorer
+_SMALL_BUDGET = 0.1
 _SCALE_BITS = 16 / 64  # per stored number, for vectors of 64 dimensions
 
 KVFormat = KVDtype | tuple[KVDtype, KVDtype] | None
@@ -87,8 +91,6 @@ def resolve_auto(
     if isinstance(heads, str) and heads != "auto":
         raise ValueError(f"heads={heads!r} must be 'auto', a profile, shares of the heads, or None")
     is_auto = isinstance(choice, PolicyChoice) and choice.is_auto
-    if isinstance(choice, PolicyChoice) and is_auto and streaming:
-        choice = dataclasses.replace(choice, name=STREAMING_POLICY)
     size = choice.budget if isinstance(choice, PolicyChoice) else None
     if is_auto and budget is None and size is None:
         budget = DEFAULT_BUDGET
@@ -98,47 +100,31 @@ def resolve_auto(
         kv_dtype = next(formats for smallest, formats in _AUTO_FORMATS if fraction >= smallest)
     # In bytes, narrow formats keep more tokens.
     kept = fraction if size is not None and size.slots is not None else fraction * 16 / _bits(kv_dtype, spec)
-    shares = _shares(heads, min(kept, 1.0), find_profile)
+    profile = heads if isinstance(heads, Profile) else None if isinstance(heads, tuple) else find_profile()
+    if isinstance(heads, tuple):
+        shares: Shares | None = heads
+    elif profile is not None:
+        shares = profile.shares(min(kept, 1.0))
+    else:
+        logging.log_first_n(logging.WARNING, "the model has no profile, so that all heads get equal budgets", 1)
+        shares = None
     if not isinstance(choice, PolicyChoice):
         return _with_heads(choice, shares), budget, kv_dtype
+    if is_auto and streaming:
+        choice = dataclasses.replace(choice, name=STREAMING_POLICY)
+    elif is_auto and fraction < _SMALL_BUDGET and profile is not None and profile.scorer is not None:
+        choice = dataclasses.replace(choice, name=SMALL_BUDGET_POLICY)
     settings, types = {}, setting_types(POLICIES[choice.name])
     if "compact_every" in types:
         settings["compact_every"] = "16" if _LARGEST_STAGING * fraction * tokens >= 16 else "8"
-    if is_auto and "window_size" in types:
-        settings["window_size"] = "16"
+    if is_auto and choice.name != STREAMING_POLICY:
+        settings["window_size" if "window_size" in types else "recent"] = "16"
     if is_auto and "reserve_decode_slots" in types:
         settings["reserve_decode_slots"] = (
             "true" if spec.max_new_tokens <= _LARGEST_RESERVE * kept * tokens else "false"
         )
     choice = choice.with_settings(**settings)
     return choice.without_profile() if shares is None else choice.with_shares(shares), budget, kv_dtype
-
-
-def requires_predicted_scores(policy: AnyPolicy) -> bool:
-    """Returns whether a policy requires predicted scores of tokens, before its budget is known.
-
-    Args:
-        policy: as for `resolve_auto`.
-    """
-    choice = PolicyChoice.parse(policy) if isinstance(policy, str) else policy
-    if isinstance(choice, PolicyChoice):
-        choice = choice.without_profile().make(LARGE_BUDGET)
-    elif not isinstance(choice, Policy):
-        if isinstance(choice, type) and "budget" not in setting_types(choice):
-            return False
-        choice = choice(LARGE_BUDGET)
-    return choice.requires.predicted_scores
-
-
-def _shares(heads: Heads, kept: float, find_profile: Callable[[], Profile | None]) -> Shares | None:
-    """Returns the shares of the heads for a fraction of kept tokens; None, with a warning, without a profile."""
-    if isinstance(heads, tuple):
-        return heads
-    profile = heads if isinstance(heads, Profile) else find_profile()
-    if profile is None:
-        logging.log_first_n(logging.WARNING, "the model has no profile, so that all heads get equal budgets", 1)
-        return None
-    return profile.shares(kept)
 
 
 def _with_heads(policy: Any, shares: Shares | None) -> AnyPolicy:
