@@ -159,7 +159,7 @@ class HeadBudgets(LayerPolicies):
 def _divide(shares: Shares, budget: int, capacity: int) -> list[list[int]]:
     """Divides `budget` slots per head among all heads with a share; see the module. Other layers get none."""
     share = np.array([row for row in shares if row is not None], np.float64)
-    slots = _water_fill(share, float(budget * share.size), capacity)
+    slots = _water_fill(share / share.max(), float(budget * share.size), capacity)
     rows = iter(slots.tolist())
     return [[] if row is None else next(rows) for row in shares]
 
