@@ -159,7 +159,7 @@ class HeadBudgets(LayerPolicies):
 def _divide(shares: Shares, budget: int, capacity: int) -> list[list[int]]:
     """Divides `budget` slots per head among all heads with a share; see the module. Other layers get none."""
     share = np.array([row for row in shares if row is not None], np.float64)
-    slots = _water_fill(share / share.max(), float(budget * share.size), capacity)
+    slots = _water_fill(share, float(budget * share.size), capacity)
     rows = iter(slots.tolist())
     return [[] if row is None else next(rows) for row in shares]
 
@@ -169,8 +169,9 @@ def _water_fill(share: Float[np.ndarray, "L H"], total: float, capacity: int) ->
     is_full = np.zeros(share.shape, bool)
     while True:
         remaining = max(total - capacity * is_full.sum(), 0.0)
-        weight = share[~is_full].sum()
-        slots = np.where(is_full, capacity, share * (remaining / weight if weight > 0 else 0.0))
+        others = np.where(is_full, 0.0, share)
+        fractions = others / others.sum() if others.any() else others  # at most 1, also of tiny shares
+        slots = np.where(is_full, capacity, remaining * fractions)
         overfull = ~is_full & (slots >= capacity)
         if not overfull.any():
             return np.floor(slots + 1e-6).astype(np.int64)
