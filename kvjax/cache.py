@@ -427,7 +427,10 @@ def _read_bytes(cache: Cache, kv_heads: int) -> int:
             cache = dataclasses.replace(cache, counters=counters)
         if cache.policy.requires.attention_stats:
             sizes.append(_score_bytes(cache.state))
-        segments = _segments(cache, 1)
+        # Without the indices of heads, a few bytes that are no part of a store.
+        segments = [
+            dataclasses.replace(one, kv_heads=None) if isinstance(one, Segment) else one for one in _segments(cache, 1)
+        ]
         # Segments may share a buffer; each reads its own slots of it.
         leaves = {id(leaf): leaf for one in segments if isinstance(one, Segment) for leaf in jax.tree.leaves(one)}
         sizes.append(array_bytes(*leaves.values()))

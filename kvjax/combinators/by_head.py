@@ -94,10 +94,10 @@ class ByHead(CombinedPolicies[ByHeadState]):
         group_size = spec.query_heads // spec.kv_heads
         index: list[HeadIndex] = []
         states: list[Any] = []
-        for number, (policy, heads) in enumerate(self.groups().items()):
+        for policy, heads in self.groups().items():
             group_spec = dataclasses.replace(spec, kv_heads=len(heads), query_heads=len(heads) * group_size)
             # Two groups must not draw the same random numbers.
-            keys = jax.vmap(functools.partial(_fold_in, number))(row_keys)
+            keys = jax.vmap(functools.partial(_fold_in, heads[0]))(row_keys)
             states.append(policy.init(group_spec, keys))
             index.append(HeadIndex(jnp.array(heads, jnp.int32) % local))
         return ByHeadState(tuple(index), tuple(states))
@@ -181,9 +181,9 @@ class ByHead(CombinedPolicies[ByHeadState]):
         return list(zip(self.groups(), state.groups, heads, strict=True))
 
 
-def _fold_in(number: int, key: Key[Array, ""]) -> Key[Array, ""]:
+def _fold_in(first_head: int, key: Key[Array, ""]) -> Key[Array, ""]:
     """Returns the key of a group of heads."""
-    return jax.random.fold_in(key, number)
+    return jax.random.fold_in(key, first_head)
 
 
 def _select_heads(prompt: Prompt, heads: Int[Array, "H"], requires: Requirements) -> Prompt:
