@@ -55,6 +55,7 @@ MIN_SCORE = 1e-12  # before the logarithm
 RIDGE = 1.0  # weight of the squared coefficients in the regression
 MAX_FULL_SHARE = 0.18  # of the heads keep every token,
 MAX_BUDGET_SHARE = 0.7  # in at most this share of all slots
+MIN_HEADS = 12  # with which heads retrieve or do not
 # For a model without a profile. With few texts, a larger weight predicts new texts better.
 _QUICK_TEXTS, _QUICK_RIDGE = 2, 100.0
 _FORMAT = 1  # version of the files
@@ -106,8 +107,15 @@ class Profile:
         heads = (divmod(int(index), needs.shape[1]) for index in order)
         return [(layer, head) for layer, head in heads if needs[layer, head] > 0]
 
+    @property
+    def has_few_heads(self) -> bool:
+        """Whether the model has too few KV heads for some of them to keep every token within a small budget."""
+        return len(self.ranked_heads()) < MIN_HEADS
+
     def shares(self, kept: float) -> Shares:
         """Returns the shares of the budget with which the retrieving heads keep every token.
+
+        In a model with few heads, the shares are the heads' needs.
 
         Args:
             kept: average number of slots of a head, relative to the tokens.
@@ -120,6 +128,8 @@ class Profile:
         full = ranked[: max(1, math.floor(count))]
         with_budget = {layer for layer, _ in ranked}
         shares = retrieving_heads(layers, kv_heads, full)
+        if self.has_few_heads:
+            shares = tuple(tuple(map(float, row)) for row in self.needs(kept))
         return tuple(row if layer in with_budget else None for layer, row in enumerate(shares))
 
 

@@ -56,8 +56,17 @@ def test_auto_stores_few_bits_and_all_tokens_of_some_heads(model, budget, kv_dty
 
 
 def test_layers_with_a_window_have_no_shares():
-    shares = make_profile(np.array([[0.0, 0.0], [0.5, 0.2]])).shares(1.0)
-    assert shares == (None, retrieving_heads(2, 2, [(1, 0)])[1])
+    needs = NEEDS.copy()
+    needs[0] = 0.0
+    shares = make_profile(needs).shares(1.0)
+    assert shares[0] is None and shares[1:] == retrieving_heads(10, 2, [(9, 1), (9, 0), (8, 1)])[1:]
+
+
+def test_budgets_follow_the_needs_of_few_heads(model):
+    profile = make_profile(np.array([[0.0], [0.5], [0.25]]))
+    assert profile.has_few_heads and profile.shares(0.5) == (None, (0.5,), (0.25,))
+    choice, *_ = resolve(model, "auto", "25%", profile=profile)
+    assert isinstance(choice.make(100).policy, kvjax.KVzap)
 
 
 def test_any_policy_takes_the_heads_of_a_profile(model):

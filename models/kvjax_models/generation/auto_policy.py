@@ -12,7 +12,7 @@ in the others. It reads a prompt once:
 
 Below 10% of a full cache the scores of the profile's linear map (KVzap) replace SnapKV's. If prompts are streamed
 through the cache, Chelsea replaces SnapKV, which needs entire prompts. `heads="auto"` does 2 and 3 for any policy with
-a budget.
+a budget. In models with few KV heads (Gemma 3 270M), no head keeps every token: budgets follow the heads' needs.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from kvjax_models.profile import Profile
 DEFAULT_BUDGET = "25%"
 # Policies of `auto` for the heads that do not retrieve, in place of SnapKV.
 STREAMING_POLICY = "chelsea"  # if prompts are streamed
-SMALL_BUDGET_POLICY = "kvzap"  # below this fraction of a full bfloat16 cache, if the profile has a scorer
+SMALL_BUDGET_POLICY = "kvzap"  # below this fraction of a full bfloat16 cache, and in models with few heads
 _SMALL_BUDGET = 0.1
 _SCALE_BITS = 16 / 64  # per stored number, for vectors of 64 dimensions
 
@@ -112,7 +112,7 @@ def resolve_auto(
         return _with_heads(choice, shares), budget, kv_dtype
     if is_auto and streaming:
         choice = dataclasses.replace(choice, name=STREAMING_POLICY)
-    elif is_auto and fraction < _SMALL_BUDGET and profile is not None and profile.scorer is not None:
+    elif is_auto and _uses_scores(profile, fraction):
         choice = dataclasses.replace(choice, name=SMALL_BUDGET_POLICY)
     settings, types = {}, setting_types(POLICIES[choice.name])
     if "compact_every" in types:
@@ -125,6 +125,13 @@ def resolve_auto(
         )
     choice = choice.with_settings(**settings)
     return choice.without_profile() if shares is None else choice.with_shares(shares), budget, kv_dtype
+
+
+def _uses_scores(profile: Profile | None, fraction: float) -> bool:
+    """Returns whether the linear map of the profile scores tokens for `auto`."""
+    if profile is None or profile.scorer is None:
+        return False
+    return fraction < _SMALL_BUDGET or profile.has_few_heads
 
 
 def _with_heads(policy: Any, shares: Shares | None) -> AnyPolicy:
