@@ -122,7 +122,7 @@ def row_bytes(policy: Policy, spec: CacheSpec) -> int:
     Returns:
         Bytes of all buffers, also of the staging buffer and of empty slots.
     """
-    return _row_bytes(policy, dataclasses.replace(spec, batch=1))[0]
+    return _held_bytes(policy, dataclasses.replace(spec, batch=1))
 
 
 def row_read_bytes(policy: Policy, spec: CacheSpec) -> int:
@@ -135,14 +135,18 @@ def row_read_bytes(policy: Policy, spec: CacheSpec) -> int:
     Returns:
         Bytes; see `kvjax.read_bytes`.
     """
-    return _row_bytes(policy, dataclasses.replace(spec, batch=1))[1]
+    return _read_bytes(policy, dataclasses.replace(spec, batch=1))
 
 
-@functools.lru_cache(maxsize=4096)  # a fit traces the caches of many budgets
-def _row_bytes(policy: Policy, spec: CacheSpec) -> tuple[int, int]:
-    """Returns the bytes that a cache holds and that a decode step reads."""
-    cache = abstract_cache(policy, spec)
-    return cache_bytes(cache).device, read_bytes(cache)
+# A fit traces the caches of many budgets, and callers repeat fits.
+@functools.lru_cache(maxsize=4096)
+def _held_bytes(policy: Policy, spec: CacheSpec) -> int:
+    return cache_bytes(abstract_cache(policy, spec)).device
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_bytes(policy: Policy, spec: CacheSpec) -> int:
+    return read_bytes(abstract_cache(policy, spec))
 
 
 def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Policy:

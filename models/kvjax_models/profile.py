@@ -53,9 +53,9 @@ MIN_TOKENS = 64
 SKIPPED_TOKENS = 8  # attention sinks, which neither the scorer nor the moments of queries include
 MIN_SCORE = 1e-12  # before the logarithm
 RIDGE = 1.0  # weight of the squared coefficients in the regression
-MAX_FULL_SHARE = 0.18  # of the heads keep every token,
-MAX_BUDGET_SHARE = 0.7  # in at most this share of all slots
-MIN_HEADS = 12  # with which heads retrieve or do not
+MAX_FULL_SHARE = 0.18  # largest share of the heads that keep every token
+MAX_BUDGET_SHARE = 0.7  # largest share of all slots that these heads may take
+MIN_HEADS = 12  # a model with fewer heads divides its budget by their needs
 # For a model without a profile. With few texts, a larger weight predicts new texts better.
 _QUICK_TEXTS, _QUICK_RIDGE = 2, 100.0
 _FORMAT = 1  # version of the files
