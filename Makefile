@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 EXTRAS := experiments,test
 
 .PHONY: demo test test-all lint types unit heavy docs aot aot-gpu measure device rehearse rehearsal parity harness adapters \
-	keras-hub tpu-inference constraints clean
+	keras-hub constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m kvjax_models.cli download smollm2-135m
@@ -37,7 +37,6 @@ test-all:
 	$(MAKE) test heavy PYTHON=$(PYTHON)
 	$(MAKE) test heavy PYTHON=$(PYTHON_312)
 	$(MAKE) parity harness adapters docs PYTHON=$(PYTHON)
-	$(MAKE) tpu-inference
 	$(MAKE) rehearse
 
 # Compiles kernels and decoding for TPUs, without a TPU.
@@ -96,16 +95,6 @@ keras-hub: $(VENV)/keras-hub/.installed
 $(VENV)/adapters/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)/adapters
 	$(VENV)/adapters/bin/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test,adapters]'
-	touch $@
-
-# The attention backends against tpu-inference's reference and in its and vLLM's registries. It needs Python 3.12.
-tpu-inference: .venv-tpu-inference/.installed
-	.venv-tpu-inference/bin/python -m pytest tests/adapters/test_tpu_inference.py
-
-.venv-tpu-inference/.installed: pyproject.toml constraints/tpu-inference.txt
-	$(PYTHON_312) -m venv .venv-tpu-inference
-	.venv-tpu-inference/bin/python -m pip install --quiet --no-deps --requirement constraints/tpu-inference.txt
-	.venv-tpu-inference/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
 # gemma and keras-hub are in separate directories, without their dependencies.

@@ -15,7 +15,6 @@ large as the caches. `--schedule` prints the TPU compiler's schedule of every ke
 """
 
 import dataclasses
-import functools
 import importlib
 import importlib.util
 import pathlib
@@ -40,21 +39,19 @@ from experiments.common.flags import Flags, repeatable, run_command
 from experiments.common.output import Figure, figure, write_figures
 from experiments.common.shapes import find_shape, first_layers, zero_scorer
 from kvjax.budget import format_bytes
-from kvjax_models.adapters import tpu_inference
 from kvjax_models.generation import lowering, prefill
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import cache_specs
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
-from pallas_kernels.quantized_array import array_bytes
 
 # The smallest topology of each kind.
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 # Descriptions of GPUs for XLA.
 GPUS = {"h200": pathlib.Path(__file__).parent / "targets" / "h200.txtpb"}
 # Their benchmarks define the production shapes.
-OPS = ("weighted_decode", "paged_decode", "cluster_recall", "select_blocks", "k_means", "soft_match", "balanced_walk")
-DECODING_OPS = ("weighted_decode", "paged_decode", "cluster_recall")
+OPS = ("weighted_decode", "cluster_recall", "select_blocks", "k_means", "soft_match", "balanced_walk")
+DECODING_OPS = ("weighted_decode", "cluster_recall")
 VOCABULARY = 128  # small, so that only caches are as large as a cache
 CHUNK = 256  # tokens per chunk of prefill
 COLUMNS = ("compile_seconds", "argument_bytes", "kernels", "launches_per_layer")
@@ -135,7 +132,6 @@ def compile_for(options: Options, device: str, dump: pathlib.Path | None = None)
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):  # kernels depend on the target
         programs = [
             *kernel_programs(options, sharding, device),
-            *backend_programs(options, sharding, device),
             *prefill_programs(options, sharding, device),
             *decoding_programs(options, sharding),
         ]
@@ -178,28 +174,6 @@ def kernel_programs(options: Options, sharding: jax.sharding.Sharding, device: s
             # Compression may change the layout of its inputs; a decode step may not.
             largest = max(x.size * x.dtype.itemsize for x in jax.tree.leaves(args))
             yield Program(f"{op} {shape}", lowered, kernels=1, cache=largest if op in DECODING_OPS else None)
-
-
-def backend_programs(options: Options, sharding: jax.sharding.Sharding, device: str) -> Iterator[Program]:
-    """Yields steps of one layer with the attention backends for tpu-inference, which write into donated pages."""
-    if "paged_decode" not in options.op or device not in TOPOLOGIES:
-        return
-    heads, head_dim, pages, sequences = 8, 128, 2048, 64
-
-    def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    sizes = sequences, pages, sequences + 1, 3
-    metadata = tpu_inference.Sequences._make(array(size, dtype=jnp.int32) for size in sizes)
-    formats: dict[tpu_inference.Format, int] = {"int4": sequences, "int8": 4 * sequences}
-    for kv_dtype, tokens in formats.items():
-        backend = tpu_inference.QuantizedBackend(kv_dtype)
-        cache = array(*backend.get_kv_cache_shape(pages, tpu_inference.PAGE_SIZE, heads, head_dim, jnp.bfloat16))
-        new = (array(tokens, number, head_dim) for number in (4 * heads, heads, heads))
-        attend = functools.partial(tpu_inference.attend, options=tpu_inference.Options(kv_dtype, head_dim**-0.5))
-        name = f"kvjax_{kv_dtype}, one of the layers"
-        lowered = jax.jit(attend, donate_argnums=0).lower(cache, *new, metadata)
-        yield Program(name, lowered, kernels=3, cache=array_bytes(cache))  # writing, decoding, prompts
 
 
 def decoding_programs(options: Options, sharding: jax.sharding.Sharding) -> Iterator[Program]:

@@ -1,6 +1,6 @@
 """Shared parts of the kernels for TPU (Mosaic): launches and matrix products."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ def launch(
     inputs: Iterable[tuple[Array, pl.BlockSpec]], outputs: Iterable[tuple[tuple[int, ...], Any, pl.BlockSpec]],
     *, parallel: tuple[int, ...] = (), sequential: tuple[int | Array, ...] = (), scalars: Sequence[Array] = (),
     scratch: Sequence[Any] = (), interpret: Any, flops: int, transcendentals: int = 0,
-    bytes_accessed: int | None = None, aliases: Mapping[int, int] | None = None, **compiler_params: Any,
+    bytes_accessed: int | None = None, **compiler_params: Any,
 ) -> Sequence[Array]:  # fmt: skip
     """Launches a kernel by `pallas_call`.
 
@@ -34,7 +34,6 @@ def launch(
         flops: An estimate of the flops.
         transcendentals: An estimate of the number of exponentials.
         bytes_accessed: An estimate of the bytes that move; None if all inputs and outputs do.
-        aliases: Results that replace arguments, by the number of the argument, scalars included.
         **compiler_params: Further fields of `pltpu.CompilerParams`.
 
     Returns:
@@ -57,7 +56,6 @@ def launch(
         out_shape=out_shapes,
         compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, **compiler_params),
         cost_estimate=pl.CostEstimate(flops, transcendentals, moved),
-        input_output_aliases=dict(aliases or {}),
         interpret=interpret,
         name=name,
     )(*scalars, *arrays)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import balanced_walk, cluster_recall, dispatch, hopper, k_means, paged_decode, soft_match
+from pallas_kernels import balanced_walk, cluster_recall, dispatch, hopper, k_means, soft_match
 from pallas_kernels import weighted_decode as decode
 
 
@@ -67,8 +67,6 @@ def test_without_a_target_the_compiler_decides(monkeypatch):
         (hopper.GpuConfig, "splits", 0),
         (hopper.GpuConfig, "stages", 0),
         (k_means.TpuConfig, "block_points", 100),
-        (paged_decode.TpuConfig, "step_pages", 0),
-        (paged_decode.TpuConfig, "step_pages", 6),
         (soft_match.TpuConfig, "block_keys", 0),
     ],
 )
