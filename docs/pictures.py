@@ -23,7 +23,7 @@ import kvjax
 from kvjax.policy import Policy, Prompt, RepeatedPrompt
 from kvjax.registry import POLICIES
 from kvjax.segment import BlockStoreRead
-from kvjax.stores import staging
+from kvjax.shared import staging
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

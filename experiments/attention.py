@@ -35,10 +35,10 @@ from experiments.common.flags import Flags, repeatable, run_command
 from experiments.common.output import Figure, figure, print_figures, write_figures
 from experiments.common.statistics import mean_interval
 from kvjax.budget import Budget, row_bytes, row_read_bytes
-from kvjax.policies.clusterkv import ClusterKV
+from kvjax.methods.clustergen.k_center import greedy_k_center
+from kvjax.methods.clusterkv.clusterkv import ClusterKV
 from kvjax.policy import Policy
-from kvjax.structures.k_center import greedy_k_center
-from kvjax.structures.k_means import k_means
+from kvjax.shared.k_means import k_means
 from pallas_kernels.soft_match import soft_match
 
 SINKS = 16  # tokens that ClusterKV and Chelsea keep; excluded from `recall` and `similarity`

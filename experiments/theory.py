@@ -25,7 +25,8 @@ from experiments.common import streams
 from experiments.common.flags import Flags, repeatable, run_command
 from experiments.common.output import Figure, figure, print_figures, write_figures
 from experiments.common.statistics import Estimate, log_slope, mean_interval
-from kvjax.structures import balance, cluster_table, reservoir
+from kvjax.methods.balancekv import balance
+from kvjax.methods.subgen import cluster_table, reservoir
 
 FAILURE = 0.01  # probability of failure in the theorem's constant c = 30 log(n / delta)
 PAIRS = (64, 128, 256, 512, 1024)  # s

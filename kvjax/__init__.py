@@ -4,9 +4,9 @@
     cache, _ = kvjax.prefill(cache, keys, values, lengths)
     output, cache = kvjax.step(cache, query, key, value)
 
-Other names are in modules: `kvjax.policy` and `kvjax.segment` for writing a policy, `kvjax.structures` for
-the data structures, `kvjax.stores` for the stores, `kvjax.theory` for settings from theorems, `kvjax.registry` and
-`kvjax.budget` for policies from text, `kvjax.distributed` for meshes.
+Other names are in modules: `kvjax.policy` and `kvjax.segment` for writing a policy, `kvjax.methods` for the policies
+and their data structures, `kvjax.shared` for what several methods use, `kvjax.theory` for settings from theorems,
+`kvjax.registry` and `kvjax.budget` for policies from text, `kvjax.distributed` for meshes.
 """
 
 from kvjax import theory as theory
@@ -27,35 +27,36 @@ from kvjax.combinators.by_layer import FirstLayers as FirstLayers
 from kvjax.combinators.head_budgets import HeadBudgets as HeadBudgets
 from kvjax.combinators.host_memory import HostMemory as HostMemory
 from kvjax.distributed.sharding import make_mesh as make_mesh
+from kvjax.methods.attention_matching.attention_matching import AttentionMatching as AttentionMatching
+from kvjax.methods.balancekv.balancekv import BalanceKV as BalanceKV
+from kvjax.methods.cam import CaM as CaM
+from kvjax.methods.chelsea.chelsea import Chelsea as Chelsea
+from kvjax.methods.clustergen.clustergen import ClusterGen as ClusterGen
+from kvjax.methods.clusterkv.clusterkv import ClusterKV as ClusterKV
+from kvjax.methods.clusterkv.clusterkv_residual import ClusterKVResidual as ClusterKVResidual
+from kvjax.methods.exact.exact import Exact as Exact
+from kvjax.methods.h2o import H2O as H2O
+from kvjax.methods.infinigen.infinigen import InfiniGen as InfiniGen
+from kvjax.methods.quest import Quest as Quest
+from kvjax.methods.streaming_llm import StreamingLLM as StreamingLLM
+from kvjax.methods.subgen.subgen import SubGen as SubGen
+from kvjax.methods.subgen.subgen_mean import SubGenMean as SubGenMean
+from kvjax.methods.top_k.compactor import Compactor as Compactor
+from kvjax.methods.top_k.cur import CUR as CUR
+from kvjax.methods.top_k.expected_attention import ExpectedAttention as ExpectedAttention
+from kvjax.methods.top_k.keydiff import KeyDiff as KeyDiff
+from kvjax.methods.top_k.knorm import Knorm as Knorm
+from kvjax.methods.top_k.kvgrad import KVgrad as KVgrad
+from kvjax.methods.top_k.kvzap import KVzap as KVzap
+from kvjax.methods.top_k.kvzip import KVzip as KVzip
+from kvjax.methods.top_k.lagkv import LagKV as LagKV
+from kvjax.methods.top_k.leverage_scores import LeverageScores as LeverageScores
+from kvjax.methods.top_k.pyramidkv import PyramidKV as PyramidKV
+from kvjax.methods.top_k.snapkv import SnapKV as SnapKV
+from kvjax.methods.top_k.top_k_policy import TopKPolicy as TopKPolicy
+from kvjax.methods.top_k.tova import TOVA as TOVA
+from kvjax.methods.uniform import Uniform as Uniform
 from kvjax.partials import normalize as normalize
-from kvjax.policies.attention_matching import AttentionMatching as AttentionMatching
-from kvjax.policies.balancekv import BalanceKV as BalanceKV
-from kvjax.policies.cam import CaM as CaM
-from kvjax.policies.chelsea import Chelsea as Chelsea
-from kvjax.policies.clustergen import ClusterGen as ClusterGen
-from kvjax.policies.clusterkv import ClusterKV as ClusterKV
-from kvjax.policies.clusterkv_residual import ClusterKVResidual as ClusterKVResidual
-from kvjax.policies.compactor import Compactor as Compactor
-from kvjax.policies.cur import CUR as CUR
-from kvjax.policies.exact import Exact as Exact
-from kvjax.policies.expected_attention import ExpectedAttention as ExpectedAttention
-from kvjax.policies.h2o import H2O as H2O
-from kvjax.policies.infinigen import InfiniGen as InfiniGen
-from kvjax.policies.keydiff import KeyDiff as KeyDiff
-from kvjax.policies.knorm import Knorm as Knorm
-from kvjax.policies.kvgrad import KVgrad as KVgrad
-from kvjax.policies.kvzap import KVzap as KVzap
-from kvjax.policies.kvzip import KVzip as KVzip
-from kvjax.policies.lagkv import LagKV as LagKV
-from kvjax.policies.leverage_scores import LeverageScores as LeverageScores
-from kvjax.policies.pyramidkv import PyramidKV as PyramidKV
-from kvjax.policies.quest import Quest as Quest
-from kvjax.policies.snapkv import SnapKV as SnapKV
-from kvjax.policies.streaming_llm import StreamingLLM as StreamingLLM
-from kvjax.policies.subgen import SubGen as SubGen
-from kvjax.policies.subgen_mean import SubGenMean as SubGenMean
-from kvjax.policies.tova import TOVA as TOVA
-from kvjax.policies.uniform import Uniform as Uniform
 from kvjax.policy import Requirements as Requirements
 from kvjax.policy import describe as describe
 from kvjax.policy import prompt_queries as prompt_queries
@@ -69,6 +70,5 @@ from kvjax.state import insert_rows as insert_rows
 from kvjax.state import raise_faults as raise_faults
 from kvjax.state import repeat_rows as repeat_rows
 from kvjax.state import take_rows as take_rows
-from kvjax.top_k_policy import TopKPolicy as TopKPolicy
 
 __version__ = "0.3.0"

@@ -21,9 +21,9 @@ from kvjax.distributed.collectives import is_sequence_sharded
 from kvjax.partials import Partials
 from kvjax.quantization import QuantizedArray, dequantize, rotate, rotate_back
 from kvjax.segment import BlockSelection, BlockStoreRead, Segment, SegmentLike
+from kvjax.shared.block_cache import BlockCache, fetch_through_cache
+from kvjax.shared.block_store import attend_blocks
 from kvjax.spec import check_sink_logits
-from kvjax.stores.block_cache import BlockCache, fetch_through_cache
-from kvjax.stores.block_store import attend_blocks
 from pallas_kernels.weighted_decode import Entries, weighted_decode_many
 
 VMAP_QUERIES = 8  # up to this many queries retrieve blocks under vmap; a scan processes more of them

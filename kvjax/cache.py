@@ -28,12 +28,12 @@ from kvjax.jax_flags import with_default_flags
 from kvjax.partials import Partials, normalize
 from kvjax.policy import Policy, Prompt, RepeatedPrompt, S
 from kvjax.segment import BlockStoreRead, Segment, array_bytes
+from kvjax.shared import staging as stagings
+from kvjax.shared.attention_scores import AttentionScores
+from kvjax.shared.staging import Counters, Staging, init_staging
 from kvjax.sliding_window import SlidingWindow
 from kvjax.spec import MAX_TOKENS, CacheSpec, check_dtype, check_queries, check_sink_logits, check_tokens, is_concrete
 from kvjax.state import cache_bytes, count_row_faults, fault, state, static
-from kvjax.stores import staging as stagings
-from kvjax.stores.attention_scores import AttentionScores
-from kvjax.stores.staging import Counters, Staging, init_staging
 
 
 @state

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.quantization import QuantizedArray
-from kvjax.stores.block_cache import BlockCache
-from kvjax.stores.block_store import BlockStore
+from kvjax.shared.block_cache import BlockCache
+from kvjax.shared.block_store import BlockStore
 
 
 @jax.tree_util.register_dataclass

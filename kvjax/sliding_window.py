@@ -6,10 +6,10 @@ from jaxtyping import Array, Int, Key
 
 from kvjax.policy import Policy, Prompt, check_budget
 from kvjax.segment import Segment
+from kvjax.shared import window as windows
+from kvjax.shared.staging import Tokens
+from kvjax.shared.window import Window, init_window
 from kvjax.spec import CacheSpec
-from kvjax.stores import window as windows
-from kvjax.stores.staging import Tokens
-from kvjax.stores.window import Window, init_window
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.policies.subgen import SubGen
+from kvjax.methods.balancekv.balance import walk_constant
+from kvjax.methods.balancekv.merge_reduce import bins_needed
+from kvjax.methods.subgen.subgen import SubGen
 from kvjax.policy import check_above
-from kvjax.structures.balance import walk_constant
-from kvjax.structures.merge_reduce import bins_needed
 
 
 class Norms(NamedTuple):

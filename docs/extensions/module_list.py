@@ -1,6 +1,7 @@
 """The directive `{modules} PACKAGE`, which documents every public module of a package.
 
-Lines of its content name modules to leave out. Packages show the names that they export.
+Lines of its content name modules to leave out. Packages show the names that they export, or their modules if they
+export none.
 """
 
 import importlib
@@ -22,9 +23,16 @@ def find_modules(package: str, excluded: set[str]) -> dict[str, bool]:
     Returns:
         Whether each module is a package, by full module name in alphabetical order.
     """
-    path = importlib.import_module(package).__path__
-    modules = {info.name: info.ispkg for info in pkgutil.iter_modules(path) if not info.name.startswith("_")}
-    return {f"{package}.{name}": modules[name] for name in sorted(modules) if name not in excluded}
+    modules = {}
+    for info in sorted(pkgutil.iter_modules(importlib.import_module(package).__path__), key=lambda info: info.name):
+        name = f"{package}.{info.name}"
+        if info.name.startswith("_") or info.name in excluded:
+            continue
+        if info.ispkg and not exported_names(name):
+            modules |= find_modules(name, excluded)
+        else:
+            modules[name] = info.ispkg
+    return modules
 
 
 def exported_names(package: str) -> list[str]:

@@ -20,8 +20,8 @@ from kvjax.combinators.by_head import ByHead
 from kvjax.combinators.by_layer import ByLayer, FirstLayers
 from kvjax.combinators.head_budgets import HeadBudgets
 from kvjax.combinators.host_memory import HostMemory
+from kvjax.methods.top_k.top_k_policy import TopKPolicy
 from kvjax.registry import POLICIES, settings_of
-from kvjax.top_k_policy import TopKPolicy
 
 _OTHERS = (AdaKV, ByHead, ByLayer, FirstLayers, HeadBudgets, HostMemory, TopKPolicy)
 CLASSES: dict[str, type] = {**POLICIES, **{policy_class.__name__: policy_class for policy_class in _OTHERS}}

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from kvjax.methods.top_k.top_k_policy import TopKPolicy, prompt_mask
+from kvjax.methods.top_k.top_k_store import later_token_slots
 from kvjax.policy import Policy, Prompt, Requirements
 from kvjax.quantization import QuantizedArray, first_mean, write_entries
 from kvjax.segment import Segment
+from kvjax.shared.block_store import OUT_OF_RANGE
+from kvjax.shared.per_head import per_head
+from kvjax.shared.staging import Tokens
 from kvjax.spec import CacheSpec, allocated_slots
 from kvjax.state import kv_entries, state, static
-from kvjax.stores.block_store import OUT_OF_RANGE
-from kvjax.stores.staging import Tokens
-from kvjax.stores.top_k_store import later_token_slots
-from kvjax.structures.per_head import per_head
-from kvjax.top_k_policy import TopKPolicy, prompt_mask
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ from kvjax.attention import AttentionStats
 from kvjax.combinators.combined import CombinedPolicies
 from kvjax.policy import Policy, Prompt, Requirements
 from kvjax.segment import SegmentLike
+from kvjax.shared.staging import Tokens
 from kvjax.spec import CacheSpec
 from kvjax.state import state
-from kvjax.stores.staging import Tokens
 
 
 @state

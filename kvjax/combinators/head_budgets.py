@@ -25,7 +25,7 @@ from jaxtyping import Float, Int
 
 from kvjax.combinators.by_head import ByHead
 from kvjax.combinators.by_layer import LayerPolicies
-from kvjax.policies.exact import Exact
+from kvjax.methods.exact.exact import Exact
 from kvjax.policy import Policy
 from kvjax.spec import CacheSpec
 from pallas_kernels.weighted_decode import SLOT_TILE

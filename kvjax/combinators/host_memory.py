@@ -15,11 +15,11 @@ from kvjax.attention import AttentionStats
 from kvjax.combinators.combined import CombinedPolicies
 from kvjax.policy import Policy, Prompt, check_min
 from kvjax.segment import BlockSelection, BlockStoreRead, SegmentLike
+from kvjax.shared.block_cache import BlockCache, init_block_cache
+from kvjax.shared.block_store import BlockStore
+from kvjax.shared.staging import Tokens
 from kvjax.spec import CacheSpec
 from kvjax.state import state
-from kvjax.stores.block_cache import BlockCache, init_block_cache
-from kvjax.stores.block_store import BlockStore
-from kvjax.stores.staging import Tokens
 from pallas_kernels.weighted_decode import SLOT_TILE
 
 

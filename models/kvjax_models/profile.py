@@ -34,7 +34,7 @@ from tqdm import tqdm
 import kvjax
 from kvjax import rope
 from kvjax.combinators.head_budgets import Shares, retrieving_heads
-from kvjax.policies.kvzip import KVzip
+from kvjax.methods.top_k.kvzip import KVzip
 from kvjax_models import atomic_io, calibration_texts
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.generation.prefill import embed, prefill_layers

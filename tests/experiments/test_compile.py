@@ -76,7 +76,7 @@ def test_a_copied_cache_is_detected(tmp_path):
     # With a number of slots that 8 does not divide, XLA chooses a layout that the kernel cannot read.
     script = """
 from experiments import compile
-from kvjax.stores import window
+from kvjax.shared import window
 window.allocated_slots = lambda slots: slots
 compile.run_command(compile.main, compile.Options)
 """

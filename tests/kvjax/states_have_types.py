@@ -6,9 +6,9 @@ import jax
 from jaxtyping import Array
 
 import kvjax
-from kvjax.policies.streaming_llm import StreamingLLMState
-from kvjax.policies.subgen import SubGenState
-from kvjax.stores.top_k_store import TopKStore
+from kvjax.methods.streaming_llm import StreamingLLMState
+from kvjax.methods.subgen.subgen import SubGenState
+from kvjax.methods.top_k.top_k_store import TopKStore
 
 
 def states(spec: kvjax.CacheSpec, row_keys: Array, tokens: Array) -> None:

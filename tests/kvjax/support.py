@@ -13,8 +13,8 @@ from scipy import stats
 import kvjax
 from kvjax.cache import _attend, _stage
 from kvjax.combinators.ada_kv import AdaKV
-from kvjax.policies.balancekv_theory import BalanceKVTheory
-from kvjax.policies.leverage_scores import LeverageScores
+from kvjax.methods.balancekv.balancekv_theory import BalanceKVTheory
+from kvjax.methods.top_k.leverage_scores import LeverageScores
 
 HEAD_DIM = 64
 FREQUENCIES = tuple((10000.0 ** -(np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))).tolist())

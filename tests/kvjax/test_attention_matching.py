@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.policy import RepeatedPrompt
-from kvjax.structures.attention_fit import (
+from kvjax.methods.attention_matching.attention_fit import (
     References,
     Slots,
     attention_shares,
@@ -22,7 +21,8 @@ from kvjax.structures.attention_fit import (
     matching_loss,
     refine,
 )
-from kvjax.structures.least_squares import bounded_weights, matching_pursuit, ridge_solve
+from kvjax.methods.attention_matching.least_squares import bounded_weights, matching_pursuit, ridge_solve
+from kvjax.policy import RepeatedPrompt
 from tests.kvjax.support import (
     FREQUENCIES,
     HEAD_DIM,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.structures import balance
+from kvjax.methods.balancekv import balance
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 

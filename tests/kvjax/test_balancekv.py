@@ -11,10 +11,10 @@ import pytest
 
 import kvjax
 from kvjax.budget import row_bytes
-from kvjax.policies.balancekv_theory import BalanceKVTheory
+from kvjax.methods.balancekv import balance, merge_reduce, value_buckets
+from kvjax.methods.balancekv.balancekv_theory import BalanceKVTheory
+from kvjax.methods.balancekv.needles import needle_marks
 from kvjax.registry import resolve_policy
-from kvjax.structures import balance, merge_reduce, value_buckets
-from kvjax.structures.needles import needle_marks
 from kvjax.theory import balancekv_settings
 from tests.kvjax.support import (
     HEAD_DIM,

@@ -16,7 +16,7 @@ from kvjax.policy import Prompt
 from kvjax.prompt_attention import QUERY_BLOCK, attention_received
 from kvjax.quantization import dequantize, quantize
 from kvjax.segment import Segment
-from kvjax.structures.per_head import draws_by_position
+from kvjax.shared.per_head import draws_by_position
 from tests.kvjax.support import (
     LENGTHS,
     NEW,

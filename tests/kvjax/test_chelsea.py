@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.structures.soft_matching import SCHEDULES
+from kvjax.methods.chelsea.soft_matching import SCHEDULES
 from tests.kvjax.support import (
     HEAD_DIM,
     LENGTHS,

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import kvjax
-from kvjax.structures import cover
-from kvjax.structures.cluster_table import extend, init_cluster_table, log_counts, log_sample_weights
-from kvjax.structures.cover import greedy_cover
+from kvjax.methods.subgen import cover
+from kvjax.methods.subgen.cluster_table import extend, init_cluster_table, log_counts, log_sample_weights
+from kvjax.methods.subgen.cover import greedy_cover
 from tests.kvjax.support import check_estimates, with_integer_keys
 
 TOKENS, DIM, CAPACITY, SAMPLES = 24, 3, 5, 2

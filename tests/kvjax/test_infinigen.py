@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.structures.skew import Skew
+from kvjax.methods.infinigen.skew import Skew
 from tests.kvjax.support import HEAD_DIM, LENGTHS, NEW, decoded, make_spec, make_stream, row_keys
 
 KV_HEADS, GROUP, STAGED = 2, 2, 8

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.structures import k_center
-from kvjax.structures.k_center import greedy_k_center
+from kvjax.methods.clustergen import k_center
+from kvjax.methods.clustergen.k_center import greedy_k_center
 
 POINTS, DIM, SIZE = 14, 3, 5
 choose = jax.jit(greedy_k_center, static_argnums=2)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from kvjax.structures.k_means import _draw_apart, _draw_uniformly, k_means
+from kvjax.shared.k_means import _draw_apart, _draw_uniformly, k_means
 from tests.kvjax.support import each
 
 POINTS, DIM, CLUSTERS, ITERATIONS = 30, 5, 4, 12

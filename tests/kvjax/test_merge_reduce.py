@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.structures import balance, merge_reduce
+from kvjax.methods.balancekv import balance, merge_reduce
 
 TOKENS, KEY_DIM, VALUE_DIM = 100, 8, 3
 BINS, BIN_SLOTS = 6, 4

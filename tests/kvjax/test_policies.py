@@ -16,12 +16,12 @@ import kvjax
 from kvjax.budget import abstract_cache, format_bytes, row_bytes, row_read_bytes
 from kvjax.cache import _segments
 from kvjax.combinators.head_budgets import retrieving_heads
+from kvjax.methods.clustergen.k_center import greedy_k_center
 from kvjax.registry import POLICIES as REGISTERED
 from kvjax.registry import resolve_policy
 from kvjax.segment import BlockStoreRead, Segment
 from kvjax.spec import round_to_tiles
 from kvjax.state import CacheBytes
-from kvjax.structures.k_center import greedy_k_center
 from pallas_kernels import hopper, weighted_decode
 from tests.kvjax.support import (
     BATCH,

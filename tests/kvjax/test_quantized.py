@@ -12,14 +12,14 @@ import pytest
 import kvjax
 from kvjax.budget import abstract_cache, row_bytes
 from kvjax.combinators.ada_kv import AdaKVState
-from kvjax.policies.balancekv_theory import BalanceKVTheory
-from kvjax.policies.kvzip import KVzip
+from kvjax.methods.balancekv.balancekv_theory import BalanceKVTheory
+from kvjax.methods.exact.append_only_store import AppendOnlyStore
+from kvjax.methods.top_k.kvzip import KVzip
 from kvjax.quantization import FORMATS, dequantize, quantize
 from kvjax.registry import POLICIES as REGISTERED
 from kvjax.segment import BlockStoreRead, array_bytes
+from kvjax.shared.block_store import BlockStore
 from kvjax.state import RunningMean
-from kvjax.stores.append_only_store import AppendOnlyStore
-from kvjax.stores.block_store import BlockStore
 from tests.kvjax.support import (
     HEAD_DIM,
     LENGTHS,

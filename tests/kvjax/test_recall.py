@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvjax.attention import attend_segments
 from kvjax.segment import Segment
-from kvjax.stores import block_store
+from kvjax.shared import block_store
 from pallas_kernels.cluster_recall import blocks_as_entries, gather_blocks, padded_width
 from tests.kvjax.support import make_spec
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import kvjax
-from kvjax.structures.reservoir import _uniform, extend, init_reservoir, log_weights
+from kvjax.methods.subgen.reservoir import _uniform, extend, init_reservoir, log_weights
 from tests.kvjax.support import check_estimates, with_integer_keys
 
 SLOTS, DIM, VALUE_DIM, STREAMS = 3, 4, 2, 3000

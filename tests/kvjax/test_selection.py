@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.combinators.ada_kv import AdaKV
-from kvjax.policies.kvgrad import KVgrad
-from kvjax.policies.kvzip import KVzip
-from kvjax.policies.leverage_scores import LeverageScores
+from kvjax.methods.top_k.kvgrad import KVgrad
+from kvjax.methods.top_k.kvzip import KVzip
+from kvjax.methods.top_k.leverage_scores import LeverageScores
+from kvjax.methods.top_k.top_k_policy import TopKPolicy
+from kvjax.methods.top_k.top_k_store import later_token_slots
 from kvjax.policy import Prompt, RepeatedPrompt
-from kvjax.stores.top_k_store import later_token_slots
-from kvjax.top_k_policy import TopKPolicy
 from tests.kvjax.support import (
     BATCH,
     HEAD_DIM,

@@ -7,7 +7,7 @@ import pytest
 
 import kvjax
 from kvjax.combinators.head_budgets import retrieving_heads
-from kvjax.policies.balancekv_theory import BalanceKVTheory
+from kvjax.methods.balancekv.balancekv_theory import BalanceKVTheory
 from tests.kvjax.support import POLICIES, WINDOW, make_spec, row_keys
 
 EXACT, CHELSEA, QUEST = POLICIES["exact"], POLICIES["chelsea"], POLICIES["quest"]

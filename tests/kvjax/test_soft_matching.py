@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.structures import soft_matching
-from kvjax.structures.soft_matching import Centroids, Schedule
+from kvjax.methods.chelsea import soft_matching
+from kvjax.methods.chelsea.soft_matching import Centroids, Schedule
 from tests.kvjax.support import each
 
 LLAMA_2 = Schedule(0.45, 0.05, 3)

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
+from kvjax.shared import window as windows
+from kvjax.shared.staging import Counters, Staging, append, init_staging, take_staged
+from kvjax.shared.window import Window, init_window
 from kvjax.state import state
-from kvjax.stores import window as windows
-from kvjax.stores.staging import Counters, Staging, append, init_staging, take_staged
-from kvjax.stores.window import Window, init_window
 from tests.kvjax.support import each, make_spec, row_keys
 
 BATCH, SLOTS, WIDEST = 3, 6, 3

@@ -8,10 +8,10 @@ import pytest
 from jaxtyping import Array, Int
 
 import kvjax
+from kvjax.methods.exact import append_only_store
+from kvjax.shared.staging import Tokens
 from kvjax.spec import MAX_TOKENS
 from kvjax.state import fault, map_fields, stacked, state
-from kvjax.stores import append_only_store
-from kvjax.stores.staging import Tokens
 from tests.kvjax.support import (
     LENGTHS,
     POLICIES,

@@ -11,8 +11,8 @@ from scipy import stats
 
 import kvjax
 from kvjax.budget import abstract_cache, row_bytes
-from kvjax.structures import cluster_table, streams
-from kvjax.structures.per_head import per_head
+from kvjax.methods.subgen import cluster_table, streams
+from kvjax.shared.per_head import per_head
 from kvjax.theory import SubGenSettings, subgen_settings
 from tests.kvjax.support import HEAD_DIM, attend_after_prompt, make_spec, row_keys
 

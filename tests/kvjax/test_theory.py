@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.policies.balancekv_theory import BalanceKVTheory
-from kvjax.structures import balance
+from kvjax.methods.balancekv import balance
+from kvjax.methods.balancekv.balancekv_theory import BalanceKVTheory
 from kvjax.theory import balancekv_settings, measured_norms, subgen_settings
 from tests.kvjax.support import attend_after_prompt
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.policies.balancekv_theory import BalanceKVTheory
+from kvjax.methods.balancekv.balancekv_theory import BalanceKVTheory
 from kvjax.policy import Policy
 from kvjax.registry import POLICIES as REGISTERED
 from kvjax.registry import parse_value

@@ -15,9 +15,9 @@ import numpy as np
 import kvjax
 from kvjax.cache import with_counters
 from kvjax.combinators.ada_kv import AdaKV, AdaKVState
-from kvjax.policies.kvgrad import KVgrad
-from kvjax.policies.kvzip import KVzip
-from kvjax.policies.leverage_scores import LeverageScores
+from kvjax.methods.top_k.kvgrad import KVgrad
+from kvjax.methods.top_k.kvzip import KVzip
+from kvjax.methods.top_k.leverage_scores import LeverageScores
 from kvjax.policy import Policy
 from kvjax_models.formats import huggingface
 from kvjax_models.generation import prefill

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
 from kvjax.cache import with_counters
-from kvjax.stores.staging import Counters
+from kvjax.shared.staging import Counters
 from kvjax_models.generation.sampling import Sampling, is_finite, sample
 from kvjax_models.generation.state import GenerationState, constrain_state
 from kvjax_models.model.llama import Llama

@@ -17,8 +17,8 @@ from kvjax.distributed.sharding import shardings
 from kvjax.messages import shorten
 from kvjax.policy import Policy
 from kvjax.quantization import KVDtype
+from kvjax.shared.staging import Counters
 from kvjax.state import count_row_faults, fault, row_randomness, state
-from kvjax.stores.staging import Counters
 from kvjax_models.generation.sampling import is_finite
 from kvjax_models.model.llama import Llama
 from kvjax_models.sharding import constrain_replicated, constrain_to_batch

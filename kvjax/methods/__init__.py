@@ -1,0 +1,1 @@
+"""The methods: policies, each with the structures that only it uses."""

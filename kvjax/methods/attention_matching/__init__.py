@@ -1,0 +1,1 @@
+"""Attention Matching and its regressions."""

@@ -1,0 +1,1 @@
+"""BalanceKV: vector balancing, in practice and with its error bound."""

@@ -1,0 +1,190 @@
+"""BalanceKV (Kochetkova et al. 2025), Algorithm 1, with its error bound. `BalanceKV` is the practical system."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from kvjax.methods.balancekv import merge_reduce, value_buckets
+from kvjax.methods.balancekv.balance import Halve, Halved, softmax_balance, walk_constant
+from kvjax.methods.balancekv.merge_reduce import MergeReduceTree, bin_sizes, init_merge_reduce
+from kvjax.methods.balancekv.value_buckets import ValueBuckets, init_value_buckets
+from kvjax.policy import Policy, Prompt, check_above, check_budget
+from kvjax.segment import Segment, SegmentLike, flatten_slots
+from kvjax.shared import window as windows
+from kvjax.shared.per_head import per_head, stream_keys
+from kvjax.shared.staging import Tokens
+from kvjax.shared.window import Window, init_window
+from kvjax.spec import CacheSpec
+from kvjax.state import stacked, state, static
+
+
+@state
+class BalanceKVTheoryState:
+    """The window, and trees for the numerator and the denominator per row and KV head."""
+
+    window: Window
+    numerator: ValueBuckets = stacked("B", "H_kv")
+    denominator: MergeReduceTree = stacked("B", "H_kv")
+    tokens: int = static()  # maximum length of the stream
+
+
+@dataclasses.dataclass(frozen=True)
+class BalanceKVTheory(Policy[BalanceKVTheoryState]):
+    """Keeps sinks, recent tokens, and two weighted selections of the tokens between them.
+
+    The numerator of attention has a merge-and-reduce tree per power of two of the value norms, the denominator one
+    tree of keys. The paper's bound holds for this form alone, and is vacuous at the key norms of real models
+    (`kvjax.theory.balancekv_settings`). `sinks=0, recent=0, compact_every=1` is exactly Algorithm 1, except for the
+    open buckets and for a walk that clips a probability where the paper's fails.
+
+    Attributes:
+        budget: slots per KV head, sinks and recent tokens included. A slot is a key and a value; an entry of the
+            denominator's tree is a key alone, half a slot.
+        sinks: first tokens that are always kept (kvjax's addition; Algorithm 1 has none).
+        recent: newest tokens that are always kept (kvjax's addition; Algorithm 1 has none).
+        bins: number of bins of each tree (batch t of Algorithm 4 is two bins). None for the smallest number that the
+            length of the stream allows.
+        epsilon: erases value buckets that are negligible at this error (Algorithm 1); needs `key_norm`.
+        delta: probability of failure (Algorithm 2), if `c` is None.
+        c: the walk's constant; None for 30 log(n / delta), as in Algorithm 2.
+        key_norm: bound r on the norms of keys (Algorithm 1); None for the largest norm of each block.
+        value_exponents: first and last i of the buckets 2^(i - 1) < |v| <= 2^i of Algorithm 1. The first bucket also
+            has all smaller norms; the last one all larger norms, with the largest norm of each block as its bound. The
+            paper has a bucket for every i; a limited number is kvjax's.
+        compact_every: tokens between compactions; until then all new tokens are read (kvjax's staging).
+
+    Reference:
+        BalanceKV, Algorithms 1, 2 and 4, Theorems 3.2 and 3.3.
+    """
+
+    budget: int
+    sinks: int = 4
+    recent: int = 64
+    bins: int | None = None
+    epsilon: float | None = None
+    delta: float = 0.1
+    c: float | None = None
+    key_norm: float | None = None
+    value_exponents: tuple[int, int] = (-1, 2)
+    compact_every: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_budget(self.budget, self.sinks, self.recent, self.compact_every, remainder_for="selected tokens")
+        check_above(0, epsilon=self.epsilon, delta=self.delta, c=self.c, key_norm=self.key_norm)
+        if self.epsilon is not None and self.key_norm is None:
+            raise ValueError(f"epsilon={self.epsilon} needs a bound on the norms of keys; pass key_norm")
+        if self.value_exponents[1] < self.value_exponents[0]:
+            raise ValueError(f"value_exponents={self.value_exponents} must be (first, last) with first <= last")
+
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> BalanceKVTheoryState:
+        """Returns an empty window and empty trees for `spec`."""
+        fixed = self.sinks + self.recent
+        tokens = max(spec.capacity - fixed, 1)
+        lowest, highest = self.value_exponents
+        buckets = highest - lowest + 1
+        bins, size = bin_sizes((self.budget - fixed) / (buckets + 0.5), tokens, self.bins)
+        init_tree = functools.partial(
+            init_merge_reduce,
+            bins=bins,
+            bin_slots=size,
+            key_dim=spec.head_dim,
+            tokens=tokens,
+            dtype=spec.dtype,
+        )
+        init_value_tree = functools.partial(init_tree, value_dim=spec.value_width)
+
+        def init_head(rng: Key[Array, ""]) -> tuple[ValueBuckets, MergeReduceTree]:
+            """Returns one head's empty trees of numerator and denominator, which draw from `rng`."""
+            numerator_key, denominator_key = jax.random.split(rng)
+            numerator = init_value_buckets(numerator_key, lowest=lowest, buckets=buckets, init_tree=init_value_tree)
+            return numerator, init_tree(denominator_key, value_dim=None)
+
+        numerator, denominator = per_head(init_head)(stream_keys(row_keys, spec.kv_heads))
+        return BalanceKVTheoryState(init_window(spec, self.sinks, self.recent), numerator, denominator, tokens)
+
+    def prefill(self, state: BalanceKVTheoryState, prompt: Prompt) -> BalanceKVTheoryState:
+        """Fills the window and inserts the prompt's tokens between sinks and recent ones into the trees."""
+        window = windows.fill(state.window, prompt)
+        _, _, middle = windows.occupancy(window)
+        keys, values = (windows.after_sinks(x, self.sinks) for x in (prompt.keys, prompt.values))
+        present = jnp.arange(keys.shape[2]) < middle[:, None]
+        return self._insert(dataclasses.replace(state, window=window), keys, values, present)
+
+    def segments(self, state: BalanceKVTheoryState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
+        """Returns the window and the trees (numerator, denominator) of a state."""
+        trees, denominator = state.numerator.trees, state.denominator
+        weights = trees.log_weight.reshape(*trees.log_weight.shape[:2], -1)
+        numerator_only = jnp.full_like(weights, -jnp.inf)
+        assert trees.values is not None
+        return (
+            *windows.window_segments(state.window),
+            Segment(flatten_slots(trees.keys), flatten_slots(trees.values), log_num=weights, log_den=numerator_only),
+            Segment(denominator.keys, None, log_den=denominator.log_weight),
+        )
+
+    def compact(self, state: BalanceKVTheoryState, new: Tokens) -> BalanceKVTheoryState:
+        """Slides the window over new tokens and inserts tokens that leave it into the trees."""
+        window, left = windows.slide(state.window, new)
+        return self._insert(dataclasses.replace(state, window=window), left.keys, left.values, left.present)
+
+    def _insert(
+        self,
+        state: BalanceKVTheoryState,
+        keys: Float[Array, "B H T D"],
+        values: Float[Array, "B H T D_v"],
+        present: Bool[Array, "B T"],
+    ) -> BalanceKVTheoryState:
+        """Inserts the present tokens into the trees of all heads."""
+        halve = functools.partial(self._halve, state.tokens)
+        negligible = self._negligible(state.tokens, keys.shape[-1])
+
+        def insert_head(
+            numerator: ValueBuckets, denominator: MergeReduceTree, keys: Array, values: Array, present: Array
+        ) -> tuple[ValueBuckets, MergeReduceTree]:
+            return (
+                value_buckets.insert(numerator, keys, values, present, halve=halve, negligible=negligible),
+                merge_reduce.insert(denominator, keys, None, present, halve=halve(1.0)),
+            )
+
+        def insert_row(row: tuple[Any, ...]) -> tuple[ValueBuckets, MergeReduceTree]:
+            return jax.vmap(insert_head, in_axes=(0, 0, 0, 0, None))(*row)
+
+        # Row by row, because the rounding of a batch of products could flip the walk's signs (see `map_rows`).
+        rows = (state.numerator, state.denominator, keys, values, present)
+        numerator, denominator = jax.lax.map(insert_row, rows)
+        return dataclasses.replace(state, numerator=numerator, denominator=denominator)
+
+    def _halve(self, tokens: int, value_norm: Float[Array, ""] | float) -> Halve:
+        """Returns Algorithm 2 for values up to this norm; inf for the largest norm of each block."""
+        c = walk_constant(tokens, self.delta) if self.c is None else self.c
+
+        def halve(
+            rng: Key[Array, ""],
+            keys: Float[Array, "t D"],
+            values: Float[Array, "t D_v"] | None,
+            weights: Float[Array, "t"],
+        ) -> Halved:
+            """Halves tokens by `softmax_balance`, drawing from `rng`; tokens whose `weights` are 0 do not count."""
+
+            def largest(x: Float[Array, "t F"]) -> Float[Array, ""]:
+                return jnp.max(jnp.where(weights > 0, jnp.linalg.norm(x.astype(jnp.float32), axis=1), 0.0))
+
+            key_norm = largest(keys) if self.key_norm is None else self.key_norm
+            bound = value_norm
+            if values is not None:
+                bound = jnp.where(jnp.isinf(bound), jnp.maximum(largest(values), 1e-30), bound)
+            return softmax_balance(rng, keys, values, weights, c=c, key_norm=key_norm, value_norm=bound)
+
+        return halve
+
+    def _negligible(self, tokens: int, head_dim: int) -> float:
+        """Returns the fraction of the largest value norm up to which a bucket is erased."""
+        if self.epsilon is None or self.key_norm is None:
+            return 0.0
+        return self.epsilon / (2 * tokens) * math.exp(-(self.key_norm**2) / math.sqrt(head_dim))

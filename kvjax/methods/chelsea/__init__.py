@@ -1,0 +1,1 @@
+"""Chelsea and its soft matching."""

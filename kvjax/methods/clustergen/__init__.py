@@ -1,0 +1,1 @@
+"""ClusterGen and greedy k-center."""

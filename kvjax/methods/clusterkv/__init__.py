@@ -1,0 +1,1 @@
+"""ClusterKV, its variant with a residual, and their base class."""

@@ -1,0 +1,1 @@
+"""The full cache and its store."""

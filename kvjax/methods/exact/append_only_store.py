@@ -1,0 +1,116 @@
+"""A store that keeps every token, with capacity for all tokens that will come."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.distributed.collectives import global_slots, local_slot, local_stop, local_tokens
+from kvjax.quantization import QuantizedArray, empty_quantized, write_entries
+from kvjax.segment import Segment
+from kvjax.shared.staging import Tokens
+from kvjax.spec import CacheSpec
+from kvjax.state import fault, state
+from pallas_kernels.weighted_decode import SLOT_BLOCK
+
+
+@state
+class AppendOnlyStore:
+    """The tokens of each row in its first slots, without gaps. Devices may share the slots.
+
+    A token is quantized once, when it is written, and never touched again.
+    """
+
+    keys: Float[Array, "B H_kv N D"] | QuantizedArray
+    values: Float[Array, "B H_kv N D_v"] | QuantizedArray
+    count: Int[Array, "B"]  # int32
+    overflow: Int[Array, "B"] = fault("tokens were appended to a full store that must keep all of them")
+
+
+def init_append_only_store(spec: CacheSpec, max_prompt_tokens: int) -> AppendOnlyStore:
+    """Returns an empty store.
+
+    Args:
+        spec: the cache's spec.
+        max_prompt_tokens: tokens of the longest prompt.
+
+    Returns:
+        A store for such a prompt and `spec.max_new_tokens`, rounded up to blocks of attention on every device.
+    """
+    block = SLOT_BLOCK * spec.sequence_shards
+    slots = -(-(max_prompt_tokens + spec.max_new_tokens) // block) * block
+    shape, formats = (spec.batch, spec.kv_heads, slots), spec.kv_formats
+    count, overflow = jnp.zeros(spec.batch, jnp.int32), jnp.zeros(spec.batch, jnp.int32)
+    if formats is None:
+        keys, values = jnp.zeros((*shape, spec.head_dim), spec.dtype), jnp.zeros((*shape, spec.value_width), spec.dtype)
+        return AppendOnlyStore(keys, values, count, overflow)
+    return AppendOnlyStore(
+        empty_quantized(formats.keys, (*shape, spec.head_dim), offset_shape=(*shape[:2], spec.head_dim)),
+        empty_quantized(formats.values, (*shape, spec.value_width)),
+        count,
+        overflow,
+    )
+
+
+def fill(store: AppendOnlyStore, prompt: Any) -> AppendOnlyStore:
+    """Writes a prompt into an empty store.
+
+    Args:
+        store: an empty store.
+        prompt: a `kvjax.policy.Prompt`; it may be padded past the last slot.
+
+    Returns:
+        The store.
+    """
+    slots, valid = store.keys.shape[2], jnp.arange(prompt.keys.shape[2]) < prompt.lengths[:, None]
+
+    def write(buffer: Array, new: Array) -> Array:
+        """Writes `new` into the first slots of a `buffer`, on the device that holds them."""
+        local = local_tokens(new, slots)
+        return buffer.at[:, :, : local.shape[2]].set(local.astype(buffer.dtype))
+
+    return _write(store, prompt.keys, prompt.values, valid, write, prompt.lengths)
+
+
+def append(store: AppendOnlyStore, new: Tokens) -> AppendOnlyStore:
+    """Appends tokens after the occupied slots of every row.
+
+    Args:
+        store: the store.
+        new: the tokens.
+
+    Returns:
+        The store. Tokens beyond the last slot are dropped and counted in `overflow`.
+    """
+    slots = store.keys.shape[2]
+    target = local_slot(store.count[:, None] + jnp.arange(new.keys.shape[2]), slots)
+    target = jnp.where(new.present, target, slots)
+
+    def write(buffer: Array, new: Array) -> Array:
+        """Writes `new` into the free slots of a `buffer`; tokens of other devices and empty slots are dropped."""
+        put = jax.vmap(lambda buffer, new, target: buffer.at[:, target].set(new.astype(buffer.dtype), mode="drop"))
+        return put(buffer, new, target)
+
+    lost = jnp.maximum(store.count + new.count - jnp.maximum(store.count, global_slots(slots)), 0)
+    written = _write(store, new.keys, new.values, new.present, write, store.count + new.count - lost)
+    return dataclasses.replace(written, overflow=store.overflow + lost)
+
+
+def store_segment(store: AppendOnlyStore) -> Segment:
+    """Returns the store as attention reads it."""
+    stop = local_stop(store.count, store.keys.shape[2])[:, None]
+    return Segment(store.keys, store.values, stop=stop, sequence_sharded=True)
+
+
+def _write(
+    store: AppendOnlyStore, keys: Array, values: Array, valid: Bool[Array, "B T"], write: Any, count: Int[Array, "B"]
+) -> AppendOnlyStore:
+    """Writes tokens with `write(buffer, new)`, quantized where the store is."""
+    return dataclasses.replace(
+        store,
+        keys=write_entries(store.keys, keys, write, valid=valid[:, None]),
+        values=write_entries(store.values, values, write),
+        count=count,
+    )

@@ -1,0 +1,1 @@
+"""InfiniGen and its skewed partial keys."""

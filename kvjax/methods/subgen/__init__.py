@@ -1,0 +1,1 @@
+"""SubGen, its variant with means, and their stream structures."""

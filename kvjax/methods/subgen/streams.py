@@ -1,0 +1,121 @@
+"""Updates of one structure per row and KV head with the tokens of a prompt or of a compaction (SubGen)."""
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Shaped
+
+from kvjax.shared.per_head import per_head
+
+PROMPT_BLOCK = 1024  # tokens of a prompt per update
+# Tokens that a GPU assigns to clusters at a time, for which it waits for the host several times.
+GPU_BLOCK = 512
+
+T = TypeVar("T")  # the structures of one head, or of all rows and heads
+# Maps one head's structures, keys, values and valid tokens to the updated structures; `block` is the number of tokens
+# that are assigned at a time and does not change the result.
+Extend = Callable[..., T]
+
+
+def extend_all(
+    extend: Extend[T],
+    streams: T,
+    keys: Float[Array, "B H T D"],
+    values: Float[Array, "B H T D_v"],
+    valid: Bool[Array, "B T"],
+) -> T:
+    """Takes a few tokens into the structures of all rows and heads.
+
+    Accelerators update all streams in parallel. A CPU updates them one after the other, because in parallel every
+    stream would repeat the work of the one whose table is full.
+
+    Args:
+        extend: updates the structures of one head.
+        streams: structures of all rows and heads.
+        keys: keys of the tokens.
+        values: values of the tokens.
+        valid: tokens that count.
+
+    Returns:
+        The structures.
+    """
+    in_sequence = functools.partial(_fill_in_sequence, extend)
+    in_parallel = per_head(extend, 0, 0, 0, None)
+    return jax.lax.platform_dependent(streams, keys, values, valid, cpu=in_sequence, default=in_parallel)
+
+
+def fill(
+    extend: Extend[T],
+    streams: T,
+    keys: Float[Array, "B H T D"],
+    values: Float[Array, "B H T D_v"],
+    valid: Bool[Array, "B T"],
+) -> T:
+    """Takes a prompt's valid tokens in, block by block.
+
+    A GPU updates all streams in parallel, because every iteration of a loop waits for the host; other devices update
+    one stream after the other.
+
+    Args:
+        extend: updates the structures of one head.
+        streams: structures of all rows and heads.
+        keys: keys of the prompt.
+        values: values of the prompt.
+        valid: tokens that count.
+
+    Returns:
+        The structures.
+    """
+    in_sequence = functools.partial(_fill_in_sequence, extend)
+    in_parallel = functools.partial(_fill_in_parallel, extend)
+    return jax.lax.platform_dependent(streams, keys, values, valid, cuda=in_parallel, default=in_sequence)
+
+
+def _fill_in_sequence(
+    extend: Extend[T],
+    streams: T,
+    keys: Float[Array, "B H T D"],
+    values: Float[Array, "B H T D_v"],
+    valid: Bool[Array, "B T"],
+) -> T:
+    def extend_block(streams: T, block: tuple[Array, Array, Array]) -> tuple[T, None]:
+        return extend(streams, *block), None
+
+    def fill_row(row: tuple[T, Array, Array, Array]) -> T:
+        """Extends the structures of one `row`, head by head and block by block."""
+        streams, keys, values, valid = row
+
+        def fill_head(head: tuple[T, Array, Array]) -> T:
+            return jax.lax.scan(extend_block, head[0], (head[1], head[2], valid))[0]
+
+        return jax.lax.map(fill_head, (streams, keys, values))
+
+    return jax.lax.map(fill_row, (streams, _blocks(keys, 2), _blocks(values, 2), _blocks(valid, 1)))
+
+
+def _fill_in_parallel(
+    extend: Extend[T],
+    streams: T,
+    keys: Float[Array, "B H T D"],
+    values: Float[Array, "B H T D_v"],
+    valid: Bool[Array, "B T"],
+) -> T:
+    extend_heads = per_head(functools.partial(extend, block=GPU_BLOCK), 0, 0, 0, None)
+
+    def extend_block(streams: T, block: tuple[Array, Array, Array]) -> tuple[T, None]:
+        return extend_heads(streams, *block), None
+
+    blocks = _blocks(keys, 2), _blocks(values, 2), _blocks(valid, 1)
+    blocks = jnp.moveaxis(blocks[0], 2, 0), jnp.moveaxis(blocks[1], 2, 0), jnp.moveaxis(blocks[2], 1, 0)
+    return jax.lax.scan(extend_block, streams, blocks)[0]
+
+
+def _blocks(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
+    """Divides the tokens of an array, along an axis, into padded blocks."""
+    block = min(PROMPT_BLOCK, x.shape[axis])
+    padding = [(0, -x.shape[axis] % block if number == axis else 0) for number in range(x.ndim)]
+    x = jnp.pad(x, padding)
+    return x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :])

@@ -1,0 +1,171 @@
+"""SubGen (Zandieh et al. 2024), Algorithm 1: streaming attention in sublinear memory, with an error bound.
+
+The papers' experiments run k-center on the prompt instead: `ClusterGen`. `SubGenMean` is kvjax's variant.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from kvjax.methods.subgen import cluster_table, reservoir
+from kvjax.methods.subgen.cluster_table import ClusterTable, init_cluster_table, log_sample_weights
+from kvjax.methods.subgen.reservoir import WeightedReservoir, init_reservoir
+from kvjax.methods.subgen.streams import extend_all, fill
+from kvjax.policy import Policy, Prompt, check_above, check_budget, check_min
+from kvjax.segment import Segment, SegmentLike, flatten_slots
+from kvjax.shared import window as windows
+from kvjax.shared.per_head import per_head, stream_keys
+from kvjax.shared.staging import Tokens
+from kvjax.shared.window import Window, init_window
+from kvjax.spec import CacheSpec, round_to_tiles
+from kvjax.state import stacked, state
+
+
+class Sizes(NamedTuple):
+    """The paper's s (samples), m (clusters) and t (samples per cluster)."""
+
+    samples: int
+    clusters: int
+    per_cluster: int
+
+
+@state
+class Streams:
+    """One head's structures, for the tokens that left the window."""
+
+    reservoir: WeightedReservoir  # M of Algorithm 1, for the numerator
+    table: ClusterTable  # D of Algorithm 1, for the denominator
+
+
+@state
+class SubGenState:
+    """The window, and one head's structures per row and KV head."""
+
+    window: Window
+    streams: Streams = stacked("B", "H_kv")
+
+
+@dataclasses.dataclass(frozen=True)
+class SubGen(Policy[SubGenState]):
+    """Keeps sinks and recent tokens, and the tokens between them as two samples: one per sum of attention.
+
+    The numerator is a sum over s sampled tokens, drawn in proportion to |v|^2, each with weight mu / (s |v|^2) for
+    mu = sum |v|^2. The denominator is a sum over m clusters of keys with t sampled keys each, of weight n_i / t.
+
+    `sinks=0, recent=0, compact_every=1` is exactly Algorithm 1, as long as the keys form at most m clusters of radius
+    delta. The paper opens clusters without a limit. Here delta grows when the table is full, as in the doubling
+    algorithm of Charikar et al. (1997), and the bound's exponent grows by the factor growth / (growth - 1).
+
+    Attributes:
+        budget: slots per KV head, sinks and recent tokens included. A slot is a key and a value; a cluster's center
+            and its sampled keys take half a slot each. None if `samples` and `clusters` are set.
+        sinks: first tokens that are always kept (kvjax's addition; Algorithm 1 has none).
+        recent: newest tokens that are always kept. SubGen, section 3.2, keeps recent tokens in its experiments;
+            Algorithm 1 has none. The number is kvjax's choice.
+        samples: s of Algorithm 1. None for three quarters of the slots, because the numerator is the noisier sum
+            (kvjax's choice; Theorem 1 asks for s of the order d / epsilon^2).
+        clusters: m, the number of clusters; None for the remaining slots (the paper's m follows from the data).
+        per_cluster: t of Algorithm 1 (1 is kvjax's choice; Theorem 1 asks for e^(2 delta r) log(n) / epsilon^2).
+        delta: radius of clusters, in units of keys (delta of Algorithm 1). None to take it from the data: 0 until the
+            table is full, then the smallest distance between centers.
+        growth: smallest factor by which delta grows when there are too many clusters. It is 2 in Charikar et al.
+            (1997), which merges most keys of pretrained models into one cluster; 1.05 leaves more clusters.
+        compact_every: tokens between compactions; until then all new tokens are read (kvjax's staging).
+
+    Reference:
+        SubGen, Algorithm 1, Lemmas 1 and 2, Theorem 1. `kvjax.theory.subgen_settings` has the theorem's sizes.
+    """
+
+    budget: int | None = None
+    sinks: int = 4
+    recent: int = 64
+    samples: int | None = None
+    clusters: int | None = None
+    per_cluster: int = 1
+    delta: float | None = None
+    growth: float = 1.05
+    compact_every: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        fixed = self.sinks + self.recent
+        check_budget(fixed + 1 if self.budget is None else self.budget, self.sinks, self.recent, self.compact_every)
+        check_min(1, samples=self.samples, clusters=self.clusters, per_cluster=self.per_cluster)
+        check_above(0, delta=self.delta)
+        check_above(1, growth=self.growth)
+        _ = self.sizes
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        """Sizes of the structures; sizes that are not set are shares of the budget.
+
+        Raises:
+            ValueError: if sizes do not fit the budget, or are missing.
+        """
+        samples, clusters, halves = self.samples, self.clusters, 1 + self.per_cluster
+        if self.budget is None:
+            if samples is None or clusters is None:
+                raise ValueError(f"budget=None with samples={samples} and clusters={clusters}; pass both sizes")
+            return Sizes(samples, clusters, self.per_cluster)
+        free = self.budget - self.sinks - self.recent
+        if samples is None:
+            samples = round_to_tiles(3 * free // 4 if clusters is None else (2 * free - clusters * halves) // 2)
+        if clusters is None:
+            clusters = round_to_tiles(2 * (free - samples) // halves)
+        if min(samples, clusters) < 1 or 2 * samples + clusters * halves > 2 * free:
+            raise ValueError(
+                f"budget={self.budget} leaves {free} slots for samples={samples} and clusters={clusters} of "
+                f"{halves / 2:g} slots each; pass a larger budget or smaller sizes"
+            )
+        return Sizes(samples, clusters, self.per_cluster)
+
+    def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> SubGenState:
+        """Returns an empty window and empty structures for `spec`."""
+        sizes = self.sizes
+        init_table = functools.partial(
+            init_cluster_table, samples=sizes.per_cluster, delta=self.delta, growth=self.growth
+        )
+
+        def init_head(rng: Key[Array, ""]) -> Streams:
+            """Returns one head's empty structures, which draw from `rng`."""
+            reservoir_key, table_key = jax.random.split(rng)
+            samples = init_reservoir(sizes.samples, spec.head_dim, spec.value_width, spec.dtype, reservoir_key)
+            return Streams(samples, init_table(sizes.clusters, spec.head_dim, spec.dtype, table_key))
+
+        streams = per_head(init_head)(stream_keys(row_keys, spec.kv_heads))
+        return SubGenState(init_window(spec, self.sinks, self.recent), streams)
+
+    def prefill(self, state: SubGenState, prompt: Prompt) -> SubGenState:
+        """Fills the window; the prompt's tokens between sinks and recent ones go to the structures."""
+        window = windows.fill(state.window, prompt)
+        middle = windows.middle_mask(window, prompt.keys.shape[2])
+        return SubGenState(window, fill(_extend, state.streams, prompt.keys, prompt.values, middle))
+
+    def segments(self, state: SubGenState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
+        """Returns the window, the samples of the numerator and the samples of the denominator."""
+        samples, table = state.streams.reservoir, state.streams.table
+        weights = per_head(reservoir.log_weights)(samples)
+        numerator = Segment(samples.keys, samples.values, log_num=weights, log_den=jnp.full_like(weights, -jnp.inf))
+        cluster_weights = per_head(log_sample_weights)(table)
+        assert table.samples is not None
+        keys = flatten_slots(table.samples)
+        denominator = Segment(keys, None, log_den=cluster_weights.reshape(keys.shape[:3]))
+        return (*windows.window_segments(state.window), numerator, denominator)
+
+    def compact(self, state: SubGenState, new: Tokens) -> SubGenState:
+        """Slides the window over new tokens; tokens that leave it go to the structures."""
+        window, left = windows.slide(state.window, new)
+        return SubGenState(window, extend_all(_extend, state.streams, left.keys, left.values, left.present))
+
+
+def _extend(
+    streams: Streams, keys: Float[Array, "T D"], values: Float[Array, "T D_v"], valid: Bool[Array, "T"], **options: int
+) -> Streams:
+    """Takes the valid ones of T tokens into one head's structures; see `cluster_table.extend` for the options."""
+    mass = jnp.where(valid, jnp.sum(jnp.square(values.astype(jnp.float32)), axis=1), 0.0)
+    samples = reservoir.extend(streams.reservoir, keys, values, mass)
+    return Streams(samples, cluster_table.extend(streams.table, keys, None, valid, **options))

@@ -1,0 +1,93 @@
+"""Leverage scores (Chari and Van Durme 2025): the prompt's tokens whose keys others cannot replace."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from kvjax import rope
+from kvjax.methods.top_k.top_k_policy import TopKPolicy, prompt_mask
+from kvjax.policy import Prompt, check_min
+from kvjax.shared.per_head import per_head
+
+RIDGE = 1e-2  # added to the Gram matrix, as in kvpress
+
+
+@dataclasses.dataclass(frozen=True)
+class LeverageScores(TopKPolicy):
+    """Keeps the tokens whose keys have the largest statistical leverage k' (K' K)^-1 k. It needs no queries.
+
+    These are outliers: without them, a direction of the centered keys K would be lost. Inherited settings: see
+    `TopKPolicy`. The paper uses sinks=0 and reserve_decode_slots=True.
+
+    Attributes:
+        rotated: whether stored keys are used, after RoPE. Otherwise RoPE is undone first, which needs
+            `CacheSpec.rope_frequencies`.
+        sketch: dimensions of a Gaussian sketch of the keys (48 in the paper). None for the keys themselves, whose Gram
+            matrix is small enough.
+
+    Reference:
+        Compactor, section 3.1 (https://arxiv.org/abs/2507.08143); LeverageScorePress of kvpress.
+    """
+
+    rotated: bool = False
+    sketch: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_min(1, sketch=self.sketch)
+
+    def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
+        """Returns the leverage scores."""
+        return leverage_scores(prompt, prompt_mask(prompt), self.rotated, self.sketch)
+
+
+def leverage_scores(
+    prompt: Prompt, among: Bool[Array, "B 1 T"], rotated: bool = False, sketch: int | None = None
+) -> Float[Array, "B H_kv T"]:
+    """Computes leverage scores of the prompt's keys.
+
+    Args:
+        prompt: the prompt.
+        among: tokens that count; the others get 0.
+        rotated: as in `LeverageScores`.
+        sketch: as in `LeverageScores`.
+
+    Returns:
+        The scores, float32.
+
+    Raises:
+        ValueError: if keys are not to be rotated and the cache has no RoPE frequencies.
+    """
+    keys, matrix = prompt.keys, None
+    if not rotated:
+        if prompt.rope_frequencies is None:
+            raise ValueError("rotated=False needs CacheSpec.rope_frequencies; pass them, or rotated=True")
+        keys = rope.unrotate(keys.astype(jnp.float32).swapaxes(1, 2), prompt.rope_frequencies).swapaxes(1, 2)
+    if sketch is not None:
+        matrix = jax.random.normal(jax.random.key(0), (keys.shape[3], sketch)) / sketch**0.5
+    return per_head(functools.partial(leverage, sketch=matrix))(keys, jnp.broadcast_to(among, keys.shape[:3]))
+
+
+def leverage(
+    keys: Float[Array, "T D"], valid: Bool[Array, "T"], sketch: Float[Array, "D k"] | None = None
+) -> Float[Array, "T"]:
+    """Computes the statistical leverage of every valid key.
+
+    Args:
+        keys: keys of one head.
+        valid: keys that count.
+        sketch: a matrix that reduces the dimensions of keys.
+
+    Returns:
+        Scores in [0, 1], float32.
+    """
+    keys, valid = keys.astype(jnp.float32), valid[:, None]
+    mean = jnp.sum(jnp.where(valid, keys, 0.0), axis=0) / jnp.maximum(jnp.sum(valid), 1)
+    centered = jnp.where(valid, keys - mean, 0.0)
+    centered = centered if sketch is None else centered @ sketch
+    gram = centered.T @ centered + RIDGE * jnp.eye(centered.shape[1])
+    half = jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(gram), centered.T, lower=True)
+    return jnp.sum(jnp.square(half), axis=0)

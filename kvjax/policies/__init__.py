@@ -1,1 +1,0 @@
-"""The policies, one file per system."""

@@ -1,0 +1,1 @@
+"""Stores and selections that several methods use."""

@@ -1,1 +1,0 @@
-"""Stores of keys and values that policies are built from."""
