@@ -22,6 +22,9 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import safetensors.numpy
+
 from experiments import evaluate, presses, tasks
 from experiments.common.flags import Flags, one_of, repeatable, run_command
 from experiments.common.rows import Row, RowFile
@@ -29,7 +32,11 @@ from experiments.common.units import Item, Unit, make_units
 from experiments.tasks.task import Request, Task
 from kvjax.budget import Budget
 from kvjax_models import LanguageModel
-from kvjax_models.formats import huggingface
+from kvjax_models.formats import gguf_checkpoint
+from kvjax_models.formats.families import FAMILIES
+from kvjax_models.formats.gguf_file import read_gguf
+from kvjax_models.formats.tokenizer import Tokenizer
+from kvjax_models.language_model import resolve_path
 
 OF_PROMPT = " of the prompt"
 
@@ -61,7 +68,7 @@ def main(options: Options) -> None:
         path = pathlib.Path(options.model)
         if not path.is_dir():  # transformers reads GGUF files slowly or not at all
             path = pathlib.Path(directory)
-            save_for_transformers(llm, path)
+            save_for_transformers(resolve_path(options.model), llm.tokenizer, path)
         process = presses.Presses(options.kvpress_python, path, options.dtype)
         try:
             for name in tasks.expand(options.task):
@@ -73,15 +80,21 @@ def main(options: Options) -> None:
         print(f"{len(rows.rows)} rows: {options.output}")
 
 
-def save_for_transformers(llm: LanguageModel, directory: pathlib.Path) -> None:
-    """Saves a model and its tokenizer as a directory that transformers reads.
+def save_for_transformers(path: pathlib.Path, tokenizer: Tokenizer, directory: pathlib.Path) -> None:
+    """Saves a model and its tokenizer as a directory that transformers reads, in float32.
 
     Args:
-        llm: the model.
+        path: GGUF file of the model.
+        tokenizer: the tokenizer.
         directory: the directory.
     """
-    tokenizer = llm.tokenizer
-    huggingface.save_model(directory, llm.model, eos_token_id=tokenizer.eos_ids or None)
+    values, checkpoint = gguf_checkpoint.read_checkpoint(read_gguf(path))
+    values |= {"architectures": [FAMILIES[values["model_type"]].architecture], "pad_token_id": None}
+    values |= {"bos_token_id": None, "eos_token_id": list(tokenizer.eos_ids) or None}
+    (directory / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    tensors = {name: np.ascontiguousarray(tensor.read(), np.float32) for name, tensor in checkpoint.tensors.items()}
+    # transformers requires the name of a framework.
+    safetensors.numpy.save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     tokenizer.backend.save(str(directory / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
     (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")

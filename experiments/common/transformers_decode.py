@@ -2,7 +2,6 @@
 
 from typing import Any, Literal
 
-from kvjax_models.formats.config_json import to_config_json
 from kvjax_models.model.config import LlamaConfig
 
 CacheKind = Literal["dynamic", "static", "static in a CUDA graph"]
@@ -33,7 +32,13 @@ class TransformersWriter:
         import transformers
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        values = transformers.AutoConfig.for_model(**to_config_json(config))
+        # A Llama of the same sizes; the rotary embedding and its scaling have no effect on the time.
+        values = transformers.LlamaConfig(
+            vocab_size=config.vocab_size, hidden_size=config.width, intermediate_size=config.mlp_width,
+            num_hidden_layers=config.layers, num_attention_heads=config.query_heads,
+            num_key_value_heads=config.kv_heads, head_dim=config.head_dim, max_position_embeddings=config.max_length,
+            tie_word_embeddings=config.tied_embeddings, attention_bias=config.qkv_bias,
+        )  # fmt: skip
         with torch.device(device):
             self.model: Any = transformers.AutoModelForCausalLM.from_config(
                 values, attn_implementation="sdpa", dtype=getattr(torch, dtype)

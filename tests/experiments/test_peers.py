@@ -1,5 +1,6 @@
 """The comparison with kvpress: requests to its presses, and live runs with kvpress."""
 
+import dataclasses
 import stat
 import sys
 
@@ -9,8 +10,11 @@ import pytest
 from experiments import evaluate, peers, presses, tasks
 from experiments.common.rows import read_rows
 from experiments.common.transformers_decode import TransformersWriter
+from kvjax_models.formats import load_config, load_model, load_tokenizer
 from tests.experiments.support import request
 from tests.models import tiny
+from tests.models.gguf_files import write_gguf
+from tests.models.support import GOLDEN, assert_equal_parameters
 
 # Replaces the interpreter with kvpress: SnapKV is always wrong, KVzip is always right, others fail.
 STUB = f"""#!{sys.executable}
@@ -34,7 +38,7 @@ def stub(tmp_path, monkeypatch):
 
 
 def test_presses_have_rows_like_policies(stub, tmp_path):
-    options = {"model": "tiny", "task": ("niah_single_1",), "tokens": 1100, "documents": 2}
+    options = {"model": str(tiny.directory()), "task": ("niah_single_1",), "tokens": 1100, "documents": 2}
     options |= {
         "question": ("unseen", "seen"),
         "press": ("KVzip", "SnapKV", "Knorm"),
@@ -81,7 +85,7 @@ def test_every_press_is_compared_or_left_out_with_a_reason():
 def test_answers_equal_the_pipeline_of_kvpress(tmp_path):
     kvpress = pytest.importorskip("kvpress")
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    peers.save_for_transformers(tiny.make_llm(), tmp_path)
+    tiny.write(tmp_path)
     tokenizer = tiny.make_llm().tokenizer
     documents = tasks.make_task("niah_multikey_1:docs", request(1800)).documents
     # Short: kvpress masks with a hyperplane that separates a question's queries, and random weights rarely have one.
@@ -103,6 +107,17 @@ def test_answers_equal_the_pipeline_of_kvpress(tmp_path):
             np.testing.assert_allclose(reply["kept"], 200, atol=1)  # KVzip masks a share of all layers together
             assert reply["held"] == (200 if name == "SnapKV" else len(text))
     process.close()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+def test_a_gguf_file_becomes_a_directory_for_transformers(family, tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(GOLDEN / family, path)
+    tokenizer = dataclasses.replace(tiny.make_llm().tokenizer, eos_ids=(3,))
+    peers.save_for_transformers(path, tokenizer, tmp_path)
+    assert load_config(tmp_path) == load_config(path)
+    assert_equal_parameters(load_model(tmp_path), load_model(path))
+    assert load_tokenizer(tmp_path).encode("Who?") == tokenizer.encode("Who?")
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

@@ -32,6 +32,7 @@ from kvjax_models.model.llama import Llama
 from kvjax_models.sharding import mesh_of, parameter_shardings, shard_model
 from tests.kvjax import support
 from tests.models import tiny
+from tests.models.huggingface_files import save_model
 from tests.models.support import GOLDEN, ROOT, start_python
 
 DEVICES = 8
@@ -318,7 +319,7 @@ def test_devices_share_parameters():
 @needs_devices
 def test_a_checkpoint_is_loaded_onto_its_shardings(tmp_path):
     mesh = make_mesh(data=2, tensor=4)
-    huggingface.save_model(tmp_path, make_model())
+    save_model(tmp_path, make_model())
     expected, loaded = shard_model(make_model(), mesh), huggingface.load_model(tmp_path, mesh=mesh)
     for leaf, expected_leaf in zip(jax.tree.leaves(loaded), jax.tree.leaves(expected), strict=True):
         assert leaf.sharding == expected_leaf.sharding

@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 
 from kvjax_models.formats import huggingface
-from tests.models import families
+from tests.models.huggingface_files import save_model
 from tests.models.support import GOLDEN, assert_equal_parameters, random_model, small_config
 
 SMALL = small_config(vocab_size=24, mlp_width=20, layers=2, query_heads=4, kv_heads=2, head_dim=4, max_length=64)
@@ -34,70 +34,8 @@ def rewrite(directory, change):
 
 @pytest.fixture
 def saved(tmp_path):
-    huggingface.save_model(tmp_path, small_model())
+    save_model(tmp_path, small_model())
     return tmp_path
-
-
-@pytest.mark.parametrize("family", [family.name for family in families.GOLDEN])
-def test_round_trip(family, tmp_path):
-    """transformers loads what `save_model` writes; see test_parity."""
-    original = huggingface.load_model(GOLDEN / family)
-    huggingface.save_model(tmp_path, original)
-    loaded = huggingface.load_model(tmp_path)
-    assert loaded.config == original.config
-    assert_equal_parameters(loaded, original)
-    values, expected = (json.loads((path / "config.json").read_text()) for path in (tmp_path, GOLDEN / family))
-    assert (values["model_type"], values["torch_dtype"]) == (expected["model_type"], "bfloat16")
-
-
-def test_saves_in_another_dtype(tmp_path):
-    huggingface.save_model(tmp_path, small_model(), jnp.float16)
-    assert {tensor.dtype for tensor in read_tensors(tmp_path / "model.safetensors").values()} == {np.dtype("float16")}
-    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "float16"
-
-
-def test_sharded_and_single_files_replace_each_other(tmp_path):
-    original = small_model()
-    huggingface.save_model(tmp_path, small_model(layers=1))
-    huggingface.save_model(tmp_path, original, max_shard_bytes=4000)
-    shards = sorted(tmp_path.glob("*.safetensors"))
-    assert len(shards) > 2 and not (tmp_path / "model.safetensors").exists()
-    assert all(sum(tensor.nbytes for tensor in read_tensors(shard).values()) <= 4000 for shard in shards)
-    assert_equal_parameters(huggingface.load_model(tmp_path), original)
-    huggingface.save_model(tmp_path, original)
-    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["config.json", "model.safetensors"]
-    assert_equal_parameters(huggingface.load_model(tmp_path), original)
-
-
-def test_a_tensor_larger_than_a_shard_gets_its_own_file(tmp_path):
-    huggingface.save_model(tmp_path, small_model(), max_shard_bytes=1)
-    assert len(list(tmp_path.glob("*.safetensors"))) == 3 + 2 * 9
-    assert_equal_parameters(huggingface.load_model(tmp_path), small_model())
-
-
-def test_a_failed_save_keeps_the_old_checkpoint(saved):
-    broken = small_model()
-    broken.norm.scale[...] = broken.norm.scale[...].at[0].set(jnp.nan)
-    for limit in (huggingface.MAX_SHARD_BYTES, 4000):
-        with pytest.raises(ValueError, match=r"model\.norm\.weight has values that are not finite as float32"):
-            huggingface.save_model(saved, broken, max_shard_bytes=limit)
-    assert sorted(path.name for path in saved.glob("[!.]*")) == ["config.json", "model.safetensors"]
-    assert_equal_parameters(huggingface.load_model(saved), small_model())
-
-
-@pytest.mark.parametrize("eos", [None, 3, (3, 4)])
-def test_saves_special_tokens(tmp_path, eos):
-    huggingface.save_model(tmp_path, small_model(), bos_token_id=1, eos_token_id=eos)
-    values = json.loads((tmp_path / "config.json").read_text())
-    assert values["bos_token_id"] == 1
-    assert values["eos_token_id"] == (list(eos) if isinstance(eos, tuple) else eos)
-
-
-@pytest.mark.parametrize("changes", [{"query_key_norm": True, "mlp_bias": True}, {"windows": (4, 8)}])
-def test_configurations_without_a_family_are_not_saved(tmp_path, changes):
-    with pytest.raises(ValueError, match="cannot be expressed by any Hugging Face family"):
-        huggingface.save_model(tmp_path / "new", small_model(**changes))
-    assert not (tmp_path / "new").exists()
 
 
 def test_incomplete_directories_are_refused(tmp_path):
@@ -142,11 +80,8 @@ def test_all_tensors_that_are_not_finite_in_the_dtype_are_named(saved):
         tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = -1e6
 
     rewrite(saved, spoil)
-    model = huggingface.load_model(saved)
     with pytest.raises(ValueError, match=r"not finite as float16 in model\.layers\.0\.mlp\.up_proj.*model\.norm"):
         huggingface.load_model(saved, jnp.float16)
-    with pytest.raises(ValueError, match=r"model\..*weight has values that are not finite as float16"):
-        huggingface.save_model(saved / "half", model, jnp.float16)
     rewrite(saved, lambda tensors: tensors["model.norm.weight"].fill(np.nan))
     with pytest.raises(ValueError, match=r"not finite as float32 in model\.norm"):
         huggingface.load_model(saved)
@@ -161,7 +96,7 @@ def test_truncated_file(saved, kept):
 
 
 def test_broken_shards(tmp_path):
-    huggingface.save_model(tmp_path, small_model(), max_shard_bytes=4000)
+    save_model(tmp_path, small_model(), shards=5)
     shards = sorted(tmp_path.glob("*.safetensors"))
     second = shards[1].read_bytes()
     shards[1].write_bytes(second[:-1])
@@ -188,7 +123,7 @@ def test_rotary_buffers_of_old_versions_are_ignored(saved):
 @pytest.mark.parametrize("held", ["embedding", "both", "head"])
 def test_tied_embeddings_under_either_name(tmp_path, held):
     original = small_model(tied_embeddings=True)
-    huggingface.save_model(tmp_path, original)
+    save_model(tmp_path, original)
 
     def hold(tensors):
         assert "lm_head.weight" not in tensors
@@ -202,7 +137,7 @@ def test_tied_embeddings_under_either_name(tmp_path, held):
 
 
 def test_different_tied_embeddings_are_refused(tmp_path):
-    huggingface.save_model(tmp_path, small_model(tied_embeddings=True))
+    save_model(tmp_path, small_model(tied_embeddings=True))
     rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": np.ones((24, 16), np.float32)}))
     with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
         huggingface.load_model(tmp_path)

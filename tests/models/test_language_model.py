@@ -18,6 +18,7 @@ from kvjax_models.generation import completions
 from kvjax_models.generation.generator import Generator, generate
 from kvjax_models.generation.sampling import Sampling
 from tests.models import tiny
+from tests.models.huggingface_files import save_model
 
 DIRECTORY = tiny.directory()
 TEXT = "The quick brown fox jumps over the lazy dog. " * 12
@@ -136,7 +137,7 @@ def test_invalid_policies_and_budgets_are_refused(llm, policy, budget, message):
 
 
 def test_checkpoints_in_bfloat16_are_computed_in_float32_on_cpus(llm, tmp_path):
-    huggingface.save_model(tmp_path, llm.model, jnp.bfloat16)
+    save_model(tmp_path, llm.model, jnp.bfloat16)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DIRECTORY / name, tmp_path)
     bfloat16, float32 = load(tmp_path, jnp.bfloat16), load(tmp_path)

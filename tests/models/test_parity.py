@@ -125,20 +125,3 @@ def test_live_logits(hf_checkpoint):
     expected = families.hf_logits(model, tokens)
     assert expected.std() > 1
     assert_close(compute_logits(directory, tokens), expected)
-
-
-def test_live_round_trip(hf_checkpoint, tmp_path):
-    """transformers loads what `save_model` writes, in one file or, with tied embeddings, in several."""
-    import transformers
-
-    directory, model = hf_checkpoint
-    path = tmp_path / "saved"
-    max_shard_bytes = 20_000 if model.config.tie_word_embeddings else huggingface.MAX_SHARD_BYTES
-    huggingface.save_model(path, huggingface.load_model(directory), max_shard_bytes=max_shard_bytes)
-    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
-        path, output_loading_info=True, attn_implementation="eager"
-    )
-    assert not any(report.values()), report
-    tokens = np.random.default_rng(2).integers(0, families.VOCAB, (2, families.SEQUENCE))
-    expected = families.hf_logits(model, tokens)
-    assert_close(families.hf_logits(loaded.eval(), tokens), expected, atol=1e-5)

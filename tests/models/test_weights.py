@@ -10,6 +10,7 @@ import safetensors.numpy
 
 from kvjax_models.formats import huggingface
 from kvjax_models.formats.weights import dequantize_mxfp4
+from tests.models.huggingface_files import save_model
 from tests.models.support import assert_equal_parameters, random_model, small_config
 
 GPT_OSS = small_config(
@@ -39,7 +40,9 @@ def random_mxfp4(random, experts, outputs, inputs):
 
 def test_mxfp4_checkpoint_equals_the_dequantized_one(tmp_path):
     plain, quantized = tmp_path / "plain", tmp_path / "quantized"
-    huggingface.save_model(plain, random_model(GPT_OSS, jnp.bfloat16))
+    values = {"model_type": "gpt_oss", "intermediate_size": 32, "num_local_experts": 3, "num_experts_per_tok": 2}
+    values |= {"sliding_window": None, "rope_scaling": {"rope_type": "default"}}
+    save_model(plain, random_model(GPT_OSS, jnp.bfloat16), **values)
     tensors = dict(safetensors.numpy.load_file(plain / "model.safetensors"))
     mxfp4, random = dict(tensors), np.random.default_rng(0)
     for layer in range(GPT_OSS.layers):

@@ -13,10 +13,10 @@ from flax import nnx
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from kvjax_models import LanguageModel
-from kvjax_models.formats import huggingface
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
+from tests.models.huggingface_files import save_model
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 TEMPLATE = (
@@ -74,7 +74,7 @@ def write(directory, seed=1, **changes):
     """Writes the model and its tokenizer as a Hugging Face directory."""
     backend = make_backend()
     ids = {"bos_token_id": backend.token_to_id(BOS), "eos_token_id": backend.token_to_id(EOS)}
-    huggingface.save_model(directory, Llama(make_config(**changes), rngs=nnx.Rngs(seed)), **ids)
+    save_model(directory, Llama(make_config(**changes), rngs=nnx.Rngs(seed)), **ids)
     backend.save(str(directory / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))

@@ -1,8 +1,6 @@
 """Saves that are damaged, interrupted, written concurrently, or do not fit on the disk."""
 
 import dataclasses
-import os
-import pathlib
 import random
 import shutil
 import signal
@@ -18,7 +16,6 @@ import kvjax
 from experiments.common.rows import RowFile
 from kvjax_models import atomic_io
 from kvjax_models.fingerprint import model_fingerprint
-from kvjax_models.formats import huggingface, replacing
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.numbered_saves import NumberedSaves
 from kvjax_models.generation.saved_states import SavedStates
@@ -45,10 +42,6 @@ def save(saves, *steps):
 def assert_intact(saves, step):
     assert saves.notes(step) == {"step": step}
     jax.tree.map(np.testing.assert_array_equal, saves.arrays(step, SHAPES), make_arrays(step))
-
-
-def assert_equal_models(model, expected):
-    assert model_fingerprint(model) == model_fingerprint(expected)
 
 
 def visible_names(directory):
@@ -223,120 +216,14 @@ def test_a_full_disk_preserves_the_previous_save(tmp_path):
     "write",
     [
         lambda path: save(NumberedSaves(path), 1),
-        lambda path: huggingface.save_model(path, make_model()),
         lambda path: RowFile(path / "rows.jsonl"),
     ],
-    ids=["save", "checkpoint", "rows"],
+    ids=["save", "rows"],
 )
 def test_errors_name_a_path_that_is_not_writable(write, tmp_path):
     (tmp_path / "file").write_text("")  # in place of a directory
     with pytest.raises(OSError, match=str(tmp_path / "file")):
         write(tmp_path / "file" / "directory")
-
-
-# --- Checkpoints ---
-
-
-def test_a_full_disk_preserves_the_previous_checkpoint(tmp_path):
-    huggingface.save_model(tmp_path, make_model())
-    with pytest.raises(OSError, match="the model could not be saved"), limit_file_size(2000):
-        huggingface.save_model(tmp_path, make_model(1))
-    assert visible_names(tmp_path) == ["config.json", "model.safetensors"]
-    assert not (tmp_path / replacing.PREVIOUS).exists()
-    assert_equal_models(huggingface.load_model(tmp_path), make_model())
-
-
-NEW_CONFIG = dataclasses.replace(CONFIG, rope_theta=500.0, mlp_width=24)
-DISK_OPERATIONS = ((os, "link"), (pathlib.Path, "rename"), (pathlib.Path, "replace"), (pathlib.Path, "unlink"))
-NUM_OPERATIONS = 19  # the last one completes the save
-
-
-def save_with_failure(index, error, directory, monkeypatch, *, is_killed):
-    """Saves a model over another one while disk operations fail.
-
-    Args:
-        index: number of the operation that fails, from 1.
-        error: raised by the operation.
-        directory: of the models.
-        monkeypatch: fixture of pytest.
-        is_killed: if True, all later operations fail too, as in a killed process.
-
-    Returns:
-        The number of operations.
-    """
-    huggingface.save_model(directory, make_model(), max_shard_bytes=4000)
-    num_calls = 0
-
-    def fail_at_index(function):
-        def call(*args, **options):
-            nonlocal num_calls
-            num_calls += 1
-            if num_calls == index or (num_calls > index and is_killed):
-                raise error
-            return function(*args, **options)
-
-        return call
-
-    with monkeypatch.context() as patch:
-        for owner, name in DISK_OPERATIONS:
-            patch.setattr(owner, name, fail_at_index(getattr(owner, name)))
-        huggingface.save_model(directory, make_model(1, NEW_CONFIG))
-    return num_calls
-
-
-@pytest.mark.parametrize("index", range(1, NUM_OPERATIONS + 1))
-def test_an_interrupted_save_leaves_one_of_both_models(index, tmp_path, monkeypatch):
-    """Killed at any disk operation, it leaves the old or the new model, never parts of both; the next save succeeds."""
-    with pytest.raises(KeyboardInterrupt):
-        save_with_failure(index, KeyboardInterrupt, tmp_path, monkeypatch, is_killed=True)
-    loaded = huggingface.load_model(tmp_path)
-    assert_equal_models(loaded, make_model() if loaded.config == CONFIG else make_model(1, NEW_CONFIG))
-    huggingface.save_model(tmp_path, make_model(2))
-    assert_equal_models(huggingface.load_model(tmp_path), make_model(2))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.json", "model.safetensors"]
-
-
-@pytest.mark.parametrize("index", [*range(1, NUM_OPERATIONS + 1), 10**6])
-def test_a_failed_save_leaves_the_old_model(index, tmp_path, monkeypatch):
-    huggingface.save_model(tmp_path, make_model(), max_shard_bytes=4000)
-    contents = {path.name: path.read_bytes() for path in tmp_path.glob("[!.]*")}
-    try:
-        num_calls = save_with_failure(index, OSError("no room"), tmp_path, monkeypatch, is_killed=False)
-    except OSError as error:
-        assert "the model could not be saved" in str(error)
-        assert_equal_models(huggingface.load_model(tmp_path), make_model())
-        assert {path.name: path.read_bytes() for path in tmp_path.glob("[!.]*")} == contents
-    else:
-        assert index > NUM_OPERATIONS or num_calls > index  # files are copied if hard links fail
-        assert_equal_models(huggingface.load_model(tmp_path), make_model(1, NEW_CONFIG))
-    assert sorted(path.name for path in tmp_path.glob(".*")) == [".lock"]
-    assert index <= NUM_OPERATIONS or num_calls == NUM_OPERATIONS
-
-
-@pytest.mark.parametrize("change", ["copied", "modified file", "other record", "older version", "link"])
-def test_previous_models_are_loaded_only_after_an_interrupted_save(change, tmp_path, monkeypatch):
-    """`load_model` ignores a subdirectory with a previous model whose record does not match the directory."""
-    directory, previous = tmp_path / "model", tmp_path / "model" / replacing.PREVIOUS
-    with pytest.raises(KeyboardInterrupt):  # after all files are replaced
-        save_with_failure(NUM_OPERATIONS, KeyboardInterrupt, directory, monkeypatch, is_killed=True)
-    assert_equal_models(huggingface.load_model(directory), make_model())  # the save is not complete
-    if change == "modified file":
-        os.utime(directory / "config.json", ns=(1, 1))
-    elif change == "link":
-        previous.rename(tmp_path / "elsewhere")
-        previous.symlink_to(tmp_path / "elsewhere")
-    else:
-        shutil.copytree(directory, tmp_path / "copy")
-        shutil.rmtree(directory)
-        (tmp_path / "copy").rename(directory)
-        if change == "other record":
-            (previous / "record.json").write_text('{"inode": 1, "files": {}}')
-        elif change == "older version":
-            previous.rename(directory / ".complete")
-    assert_equal_models(huggingface.load_model(directory), make_model(1, NEW_CONFIG))
-    huggingface.save_model(directory, make_model(2))
-    assert_equal_models(huggingface.load_model(directory), make_model(2))
-    assert not previous.exists()
 
 
 # --- Fingerprints and single files ---

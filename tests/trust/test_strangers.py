@@ -17,6 +17,7 @@ from kvjax_models.formats import chat_template, huggingface
 from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.model.llama import Llama
+from tests.models.huggingface_files import save_model
 from tests.models.support import MAX_SECONDS, damage_bytes, memory_limit, small_config, time_limit
 
 CONFIG = small_config(vocab_size=264, width=8, mlp_width=8, head_dim=4, max_length=64)
@@ -29,7 +30,7 @@ TEXT = "the cat sat"
 def checkpoint(tmp_path_factory):
     """A small model with all files that are read."""
     directory = tmp_path_factory.mktemp("checkpoint")
-    huggingface.save_model(directory, Llama(CONFIG, rngs=nnx.Rngs(0)), bos_token_id=256, eos_token_id=257)
+    save_model(directory, Llama(CONFIG, rngs=nnx.Rngs(0)), bos_token_id=256, eos_token_id=257)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({token: number for number, token in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -266,7 +267,7 @@ def test_large_files_are_not_read(name, directory):
 )
 def test_an_index_may_only_name_files_of_its_directory(name, tmp_path):
     directory = tmp_path / "model"
-    huggingface.save_model(directory, Llama(CONFIG, rngs=nnx.Rngs(0)), max_shard_bytes=2000)
+    save_model(directory, Llama(CONFIG, rngs=nnx.Rngs(0)), shards=5)
     shutil.copy(next(directory.glob("*.safetensors")), tmp_path / "elsewhere.safetensors")
     path = directory / "model.safetensors.index.json"
     index = json.loads(path.read_text())

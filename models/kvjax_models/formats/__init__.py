@@ -1,4 +1,4 @@
-"""Checkpoint formats: reads and writes configurations, weights and tokenizers.
+"""Checkpoint formats: reads configurations, weights and tokenizers.
 
 Two formats are read: Hugging Face directories (`huggingface`, `huggingface_tokenizer`) and GGUF files
 (`gguf_checkpoint`, `gguf_tokenizer`). Both give a `checkpoint.Checkpoint`, which is a `LlamaConfig` and tensors by

@@ -1,10 +1,9 @@
-"""Converts the `config.json` of a Hugging Face model to a `LlamaConfig`, and back.
+"""Converts the `config.json` of a Hugging Face model to a `LlamaConfig`.
 
 Invalid values and features that the decoder does not support are refused with the name of the key and never
 approximated.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,29 +87,6 @@ def parse_config(values: Values) -> LlamaConfig:
     )
     rope_config.check_frequencies(config)
     return config
-
-
-def to_config_json(config: LlamaConfig) -> dict[str, Any]:
-    """Converts a configuration to the values of a config.json in the spelling of transformers 4, which 5 reads, too.
-
-    Args:
-        config: the configuration.
-
-    Returns:
-        The values, for the first family that can express it.
-
-    Raises:
-        ValueError: if no family can.
-    """
-    config = dataclasses.replace(config, windows=config.windows if any(config.windows) else ())
-    for model_type in FAMILIES:
-        values = _family_values(config, model_type)
-        try:
-            if parse_config(values) == config:
-                return values
-        except ValueError:  # the family does not support some of the values
-            continue
-    raise ValueError(f"{config} cannot be expressed by any Hugging Face family: {', '.join(FAMILIES)}")
 
 
 def _family(values: Values) -> Family:
@@ -298,65 +274,3 @@ def _dense_layers(values: Values, layers: int) -> tuple[int, ...]:
         raise ValueError(f"mlp_only_layers={dense!r} must be a list of layer numbers")
     period = config_values.integer({"decoder_sparse_step": 1, **values}, "decoder_sparse_step")
     return tuple(i for i in range(layers) if i in dense or (i + 1) % period)
-
-
-def _family_values(config: LlamaConfig, model_type: str) -> dict[str, Any]:
-    """Returns the values of a config.json of one family, which may not express the configuration completely."""
-    family = FAMILIES[model_type]
-    activation = next((name for name, ours in _ACTIVATIONS.items() if ours == config.activation), "silu")
-    keys = {**family.integers, **family.numbers, **family.optional_numbers, **family.booleans}
-    values = {
-        "architectures": [family.architecture],
-        "model_type": model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        "intermediate_size": config.mlp_width,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.query_heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_activation" if "hidden_activation" in family.defaults else "hidden_act": activation,
-        "max_position_embeddings": config.max_length,
-        "rms_norm_eps": config.norm_epsilon,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": rope_config.scaling_values(config.rope_scaling),
-        "tie_word_embeddings": config.tied_embeddings,
-        "pad_token_id": None,  # transformers reads a missing key as its own default
-        **{key: getattr(config, field) for key, field in keys.items() if key != "intermediate_size"},
-    }
-    if config.rope_scaling is None and "rope_parameters" in family.defaults:
-        values["rope_scaling"] = {"rope_type": "default"}
-    if family.attention_bias != "none":
-        values["attention_bias"] = config.qkv_bias
-    if family.partial_rotary:
-        values["partial_rotary_factor"] = (config.rotary_dim or config.head_dim) / config.head_dim
-    if "rope_local_base_freq" in family.defaults:
-        values["rope_local_base_freq"] = config.window_rope_theta
-    if "query_pre_attn_scalar" in family.defaults:
-        scale = config.attention_scale
-        values["query_pre_attn_scalar"] = config.head_dim if scale is None else round(scale**-2, 6)
-    if "original_max_position_embeddings" in family.defaults and config.rope_scaling is not None:
-        values["original_max_position_embeddings"] = config.rope_scaling.original_length
-    if model_type == "granite" and config.attention_scale is None:
-        values["attention_multiplier"] = config.head_dim**-0.5
-    if model_type == "qwen3_moe":
-        values["mlp_only_layers"] = list(config.dense_layers)
-    if model_type == "smollm3":
-        values["no_rope_layers"] = [int(i not in config.nope_layers) for i in range(config.layers)]
-    return values | _window_values(config, family)
-
-
-def _window_values(config: LlamaConfig, family: Family) -> dict[str, Any]:
-    """Returns the values of the sliding windows."""
-    window = next(filter(None, config.windows), None)
-    if family.sliding == "never" or (window is None and family.sliding.endswith("if_enabled")):
-        return {}
-    if family.sliding in ("all", "all_if_enabled"):
-        return {"sliding_window": window} | ({"use_sliding_window": True} if family.sliding != "all" else {})
-    kinds = [FULL_ATTENTION if config.window(i) is None else SLIDING_ATTENTION for i in range(config.layers)]
-    values: dict[str, Any] = {"layer_types": kinds}
-    if window is not None:
-        values |= {"sliding_window": window, "use_sliding_window": True}
-        if family.sliding == "later_layers_if_enabled":
-            values["max_window_layers"] = config.windows.index(window)
-    return values

@@ -232,7 +232,7 @@ def load_config(file: GGUFFile) -> LlamaConfig:
     Raises:
         ValueError: if the model has an unsupported architecture or feature.
     """
-    return _config(file)[1]
+    return _parse(file)[2]
 
 
 def load_model(file: GGUFFile, options: LoadOptions) -> Llama:
@@ -248,13 +248,22 @@ def load_model(file: GGUFFile, options: LoadOptions) -> Llama:
     Raises:
         ValueError: if the model is not supported; lists all missing, superfluous and misshapen tensors.
     """
-    architecture, config = _config(file)
+    return build_model(read_checkpoint(file)[1], options)
+
+
+def read_checkpoint(file: GGUFFile) -> tuple[dict[str, Any], Checkpoint]:
+    """Returns the values of a config.json and the unread tensors, as in a Hugging Face directory of the model.
+
+    Args:
+        file: the file.
+    """
+    architecture, values, config = _parse(file)
     tensors: dict[str, StoredTensor] = dict(_convert_tensors(file, architecture, config))
-    return build_model(Checkpoint(file.path, architecture.family, config, tensors), options)
+    return values, Checkpoint(file.path, architecture.family, config, tensors)
 
 
-def _config(file: GGUFFile) -> tuple[_Architecture, LlamaConfig]:
-    """Returns architecture and configuration of a file.
+def _parse(file: GGUFFile) -> tuple[_Architecture, dict[str, Any], LlamaConfig]:
+    """Returns architecture, values of a config.json and configuration of a file.
 
     Raises:
         ValueError: if they are not supported, with the path of the file.
@@ -262,7 +271,8 @@ def _config(file: GGUFFile) -> tuple[_Architecture, LlamaConfig]:
     try:
         name = file.metadata.get("general.architecture")
         architecture = _architecture(file)
-        return architecture, config_json.parse_config(_config_values(file, str(name), architecture))
+        values = _config_values(file, str(name), architecture)
+        return architecture, values, config_json.parse_config(values)
     except ValueError as error:
         raise ValueError(f"{file.path}: {error}") from error
 

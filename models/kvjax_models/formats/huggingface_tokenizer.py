@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-from kvjax_models.formats import replacing, tokenizer_limits, untrusted_files
+from kvjax_models.formats import tokenizer_limits, untrusted_files
 from kvjax_models.formats.end_tokens import find_end_tokens
 from kvjax_models.formats.tokenizer import Tokenizer, call_backend
 
@@ -125,10 +125,9 @@ def _eos_ids(directory: pathlib.Path, backend: tokenizers.Tokenizer, eos_token: 
     Raises:
         ValueError: if they are not token ids.
     """
-    weights_directory = replacing.weights_directory(directory)
     ids: list[int] = []
-    for home, name in ((directory, "generation_config.json"), (weights_directory, "config.json")):
-        value = _read_optional(home, name).get("eos_token_id")
+    for name in ("generation_config.json", "config.json"):
+        value = _read_optional(directory, name).get("eos_token_id")
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]

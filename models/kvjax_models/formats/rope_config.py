@@ -1,4 +1,4 @@
-"""Rotary embedding settings of a config.json: from its values to `LlamaConfig` fields, and back.
+"""Rotary embedding settings of a config.json: from its values to `LlamaConfig` fields.
 
 transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 writes `rope_parameters`; both are read.
 """
@@ -113,31 +113,6 @@ def check_frequencies(config: LlamaConfig) -> None:
                 f"rope_theta={config.rope_theta} and rope_scaling={config.rope_scaling} give rotary frequencies that "
                 "are 0 or infinite in float32"
             )
-
-
-def scaling_values(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """Returns the `rope_scaling` value of a config.json.
-
-    Args:
-        scaling: the scaling; None for none.
-
-    Returns:
-        The JSON object with the keys of Hugging Face; None without scaling.
-    """
-    if scaling is None:
-        return None
-    values: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        values |= {"low_freq_factor": scaling.low_frequency_factor, "high_freq_factor": scaling.high_frequency_factor}
-    if scaling.kind == "yarn":
-        values |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
-    if scaling.kind == "longrope":
-        values |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
-    if scaling.kind in ("yarn", "longrope"):
-        values["attention_factor"] = scaling.attention_factor
-    if scaling.kind in ("llama3", "yarn", "longrope"):
-        values["original_max_position_embeddings"] = scaling.original_length
-    return values
 
 
 def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:

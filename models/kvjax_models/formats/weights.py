@@ -1,14 +1,14 @@
-"""Maps the tensors of Hugging Face files to the parameters of `Llama`, family by family, and back.
+"""Maps the tensors of Hugging Face files to the parameters of `Llama`, family by family.
 
 Most parameters are one transposed tensor. Some families fuse several projections into one tensor, store one tensor per
-expert, or store experts as MXFP4, which is read but never written.
+expert, or store experts as MXFP4.
 """
 
 import dataclasses
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -70,14 +70,13 @@ FP4_VALUES = np.concatenate([_FP4_MAGNITUDES, -_FP4_MAGNITUDES])
 
 @dataclasses.dataclass(frozen=True)
 class TensorRule:
-    """The conversion between some tensors of a file and some parameters of `Llama`.
+    """The conversion of some tensors of a file to some parameters of `Llama`.
 
     Attributes:
         paths: paths of the parameters in `Llama`.
         names: names of the tensors.
         shapes: shapes of the tensors.
         read: computes the parameters from the tensors.
-        write: computes the tensors from the parameters; None for formats that are only read.
         dtypes: allowed dtypes of the tensors.
     """
 
@@ -85,38 +84,7 @@ class TensorRule:
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
     read: Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]]
-    write: Callable[[Sequence[np.ndarray]], Sequence[np.ndarray]] | None
     dtypes: tuple[str, ...] = FLOAT_DTYPES
-
-
-@dataclasses.dataclass(frozen=True)
-class OutputTensor:
-    """A tensor to write, which is computed on demand.
-
-    Attributes:
-        rule: rule that computes it.
-        index: its index among the tensors of the rule.
-        parameters: parameters by path.
-    """
-
-    rule: TensorRule
-    index: int
-    parameters: Mapping[Path, Any]
-
-    @property
-    def shape(self) -> Shape:
-        """The shape."""
-        return self.rule.shapes[self.index]
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of the parameters."""
-        return self.parameters[self.rule.paths[0]].dtype
-
-    def compute(self) -> np.ndarray:
-        """Returns the values."""
-        assert self.rule.write is not None, "MXFP4 weights are never written"
-        return self.rule.write([np.asarray(self.parameters[path]) for path in self.rule.paths])[self.index]
 
 
 def parameter_rules(
@@ -137,16 +105,6 @@ def parameter_rules(
             rules.append(_rule(model_type, config, path, shapes, stored))
             covered.update(rules[-1].paths)
     return rules
-
-
-def output_tensors(rules: Sequence[TensorRule], parameters: Mapping[Path, Any]) -> dict[str, OutputTensor]:
-    """Returns the tensors to write, by name.
-
-    Args:
-        rules: rules of all parameters.
-        parameters: parameters by path.
-    """
-    return {name: OutputTensor(rule, index, parameters) for rule in rules for index, name in enumerate(rule.names)}
 
 
 def has_expert_tensors(model_type: str) -> bool:
@@ -222,13 +180,8 @@ def _rule(
     def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [_permute(tensors[0].T if is_kernel else tensors[0], order)]
 
-    def write(parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Returns the tensor of a file for the single array in `parameters`."""
-        tensor = _unpermute(parameters[0], order)
-        return [tensor.T if is_kernel else tensor]
-
     name = _tensor_name(model_type, path)
-    return TensorRule((path,), (name,), (shape[::-1] if is_kernel else shape,), read, write)
+    return TensorRule((path,), (name,), (shape[::-1] if is_kernel else shape,), read)
 
 
 def _tensor_name(model_type: str, path: Path) -> str:
@@ -257,10 +210,6 @@ def _permute(tensor: np.ndarray, order: np.ndarray | None) -> np.ndarray:
     return tensor if order is None else tensor[..., order]
 
 
-def _unpermute(tensor: np.ndarray, order: np.ndarray | None) -> np.ndarray:
-    return tensor if order is None else tensor[..., np.argsort(order)]
-
-
 def _projection_rule(model_type: str, config: LlamaConfig, path: Path, shape: Shape) -> TensorRule:
     """Returns the rule of fused projections.
 
@@ -286,14 +235,8 @@ def _projection_rule(model_type: str, config: LlamaConfig, path: Path, shape: Sh
         ]
         return [np.concatenate(arrays, axis=-2)]
 
-    def write(parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Splits the single array in `parameters` into the tensors of a file."""
-        parts = [part.reshape(*inputs, -1) for part in np.split(parameters[0], np.cumsum(counts)[:-1], axis=-2)]
-        tensors = [_unpermute(part, order).T for part, order in zip(parts, orders, strict=True)]
-        return [np.concatenate(tensors)] if fused else tensors
-
     sizes = [(width, *inputs) for width in ([sum(widths)] if fused else widths)]
-    return TensorRule((path,), names, tuple(sizes), read, write)
+    return TensorRule((path,), names, tuple(sizes), read)
 
 
 def _expert_rule(model_type: str, path: Path, shape: Shape) -> TensorRule:
@@ -305,10 +248,7 @@ def _expert_rule(model_type: str, path: Path, shape: Shape) -> TensorRule:
     def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [np.stack([tensor.T for tensor in tensors])]
 
-    def write(parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [expert.T for expert in parameters[0]]
-
-    return TensorRule((path,), names, (shape[:0:-1],) * shape[0], read, write)
+    return TensorRule((path,), names, (shape[:0:-1],) * shape[0], read)
 
 
 def _gpt_oss_rule(path: Path, shapes: Mapping[Path, Shape], stored: Collection[str]) -> TensorRule:
@@ -326,11 +266,8 @@ def _gpt_oss_rule(path: Path, shapes: Mapping[Path, Shape], stored: Collection[s
     def read_mxfp4(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
         return read([dequantize_mxfp4(*tensors).swapaxes(1, 2)])
 
-    def write(parameters: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [np.stack(parameters, axis=-1).reshape(shape)]
-
     if leaf == "bias" or f"{name}_blocks" not in stored:
-        return TensorRule(paths, (name,), (shape,), read, write)
+        return TensorRule(paths, (name,), (shape,), read)
     experts, inputs, outputs = shape
     block_shapes = (experts, outputs, inputs // 32, 16), (experts, outputs, inputs // 32)
-    return TensorRule(paths, (f"{name}_blocks", f"{name}_scales"), block_shapes, read_mxfp4, None, ("U8",))
+    return TensorRule(paths, (f"{name}_blocks", f"{name}_scales"), block_shapes, read_mxfp4, ("U8",))
