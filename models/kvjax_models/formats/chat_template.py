@@ -1,19 +1,14 @@
-"""Renders chat templates, which are untrusted code, in a sandboxed subprocess with limited time and memory.
-
-Run as a program, this file is that subprocess. It imports nothing of the package so that it starts quickly.
-"""
+"""Renders chat templates in Jinja's immutable sandbox, with the extensions that transformers gives them."""
 
 import datetime
+import functools
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SECONDS = 10
-MEMORY_BYTES = 2**29
-MAX_CHARACTERS = 2**24
+import jinja2.ext
+import jinja2.sandbox
 
 
 def render(
@@ -23,10 +18,6 @@ def render(
     options: Mapping[str, Any] | None = None,
 ) -> str:
     """Renders a conversation.
-
-    Templates omit messages of roles that they do not know. The conversation is therefore rendered a second time, with
-    `probe` texts in place of the contents, and each of these must be in the result. If the template refuses them, the
-    contents themselves must be in the first result.
 
     Args:
         template: Jinja template.
@@ -39,32 +30,21 @@ def render(
         The text.
 
     Raises:
-        ValueError: if an option is unknown, the content of a message is omitted, or `_render` raises it.
+        ValueError: if the template is invalid, refuses the messages, omits the content of one, or does not use an
+            option.
         TypeError: if `options` is not a mapping.
     """
     options = {} if options is None else options
     values = {**(variables or {}), **_known_options(template, options)}
     is_continued = bool(options.get("continue_final_message"))
-    conversation, probes = list(messages), [_with_probe(message, number) for number, message in enumerate(messages)]
-    mark = probe(len(conversation))
+    mark = probe(len(messages))
     if is_continued:
         if options.get("add_generation_prompt"):
             raise ValueError("continue_final_message and add_generation_prompt exclude each other; pass one of them")
         values["add_generation_prompt"] = False
-        conversation[-1:] = [_with_probe(message, len(conversation), append=True) for message in conversation[-1:]]
-    text, omitted = _render(template, {**values, "messages": conversation}, probes)
-    for number, message in enumerate(messages):
-        if probes[number] is message:
-            continue  # it has no text
-        if omitted is None and isinstance(message["content"], str):
-            is_omitted = message["content"].strip() not in text
-        else:
-            is_omitted = number in (omitted or ())
-        if is_omitted:
-            raise ValueError(
-                f"the chat template omits the content of message {number}, whose role is {message.get('role')!r}; use "
-                "roles that the template has, and put other texts into the user's message"
-            )
+    last = [_with_text(message, f"{_text(message)}{mark} ") for message in messages[-1:] if is_continued]
+    text = _render(template, {**values, "messages": [*messages[: len(messages) - len(last)], *last]})
+    _check_contents(template, values, messages, text)
     if not is_continued:
         return text
     start, found, end = text.rpartition(mark)
@@ -81,7 +61,7 @@ def parse_options(text: str) -> dict[str, Any]:
     """
     try:
         values = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"template_options={text!r} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f'template_options={text!r} must be a JSON object such as {{"enable_thinking": false}}')
@@ -93,28 +73,53 @@ def probe(number: int) -> str:
     return f"7040{number:06d}17"
 
 
-def _with_probe(message: Mapping[str, Any], number: int, append: bool = False) -> Mapping[str, Any]:
-    """Returns a message with a probe in place of its content; the message itself if it has no text.
+def _text(message: Mapping[str, Any]) -> str | None:
+    """Returns the text of a message, or of its last part with a text; None if it has none."""
+    content = message.get("content")
+    if isinstance(content, list | tuple):  # parts such as {"type": "text", "text": "..."}
+        content = next((part["text"] for part in reversed(content) if "text" in part), None)
+    return content if isinstance(content, str) else None
+
+
+def _with_text(message: Mapping[str, Any], text: str) -> Mapping[str, Any]:
+    """Returns a message with another text; the message itself if it has none."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": text}
+    if _text(message) is None:
+        return message
+    last = max(number for number, part in enumerate(content or ()) if "text" in part)
+    return {**message, "content": [*content[:last], {**content[last], "text": text}, *content[last + 1 :]]}
+
+
+def _check_contents(template: str, values: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Checks that a template renders the content of every message: templates omit those of roles that they lack.
+
+    Templates may change a content, so the conversation is rendered with probes, each of which must be in the result. If
+    the template refuses them, the contents must be in the text.
 
     Args:
-        message: the message.
-        number: number of the probe.
-        append: whether to append the probe and a space to the content instead.
+        template: Jinja template.
+        values: variables of the template without the messages.
+        messages: the messages.
+        text: the rendered messages.
+
+    Raises:
+        ValueError: if one is omitted.
     """
-
-    def replace(text: str) -> str:
-        return f"{text}{probe(number)} " if append else probe(number)
-
-    content = message.get("content")
-    if isinstance(content, str) and (content.strip() or append):
-        return {**message, "content": replace(content)}
-    if isinstance(content, list | tuple):  # parts such as {"type": "text", "text": "..."}
-        texts = [i for i, part in enumerate(content) if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
-        if texts and (append or content[texts[-1]]["text"].strip()):
-            part = content[texts[-1]]
-            parts = [*content[: texts[-1]], {**part, "text": replace(part["text"])}, *content[texts[-1] + 1 :]]
-            return {**message, "content": parts}
-    return message
+    numbers = [number for number, message in enumerate(messages) if (_text(message) or "").strip()]
+    probes = [_with_text(message, probe(i)) if i in numbers else message for i, message in enumerate(messages)]
+    try:
+        text, expected = _render(template, {**values, "messages": probes}), [probe(number) for number in numbers]
+    except ValueError:
+        expected = [(_text(messages[number]) or "").strip() for number in numbers]
+    for number, content in zip(numbers, expected, strict=True):
+        if content not in text:
+            raise ValueError(
+                f"the chat template omits the content of message {number}, whose role is "
+                f"{messages[number].get('role')!r}; use roles that the template has, and put other texts into the "
+                "user's message"
+            )
 
 
 def _known_options(template: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,111 +142,51 @@ def _known_options(template: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return known
 
 
-def _render(
-    template: str, variables: Mapping[str, Any], probes: Sequence[Mapping[str, Any]]
-) -> tuple[str, list[int] | None]:
-    """Renders a template twice.
+def _render(template: str, variables: Mapping[str, Any]) -> str:
+    """Returns the text of a template.
 
     Args:
         template: Jinja template.
-        variables: its variables; they must be serializable as JSON.
-        probes: messages of the second time.
-
-    Returns:
-        The first text, and the numbers of the probes that the second one lacks; None if the template refuses `probes`.
+        variables: its variables.
 
     Raises:
-        ValueError: if the template is invalid, refuses the variables, or exceeds `SECONDS` or `MEMORY_BYTES`.
+        ValueError: if the template is invalid or refuses the variables.
     """
     try:
-        limits = {"seconds": SECONDS, "memory_bytes": MEMORY_BYTES, "max_characters": MAX_CHARACTERS}
-        texts = [probe(number) for number in range(len(probes))]
-        arguments = {"template": template, "variables": variables, "probes": probes, "probe_texts": texts}
-        request = json.dumps(arguments | limits)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"messages and template_options must be serializable as JSON: {error}") from error
-    command = [sys.executable, "-P", __file__]
-    try:
-        process = subprocess.run(
-            command, input=request, capture_output=True, encoding="utf-8", timeout=SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"the chat template took more than {SECONDS} seconds") from None
-    if process.returncode:
-        reason = process.stderr.strip().rpartition("\n")[2] or f"terminated by signal {-process.returncode}"
-        raise ValueError(f"the chat template failed or took more than {MEMORY_BYTES >> 20} MiB: {reason}")
-    answer = json.loads(process.stdout)
-    if "error" in answer:
-        raise ValueError(f"the chat template refuses these messages: {answer['error']}")
-    return answer["text"], answer["omitted"]
+        return _compile(template).render(variables)
+    except Exception as error:  # a template raises what the operations in it raise
+        raise ValueError(f"the chat template refuses these messages: {error or type(error).__name__}") from error
 
 
-def _environment():
-    """Returns a Jinja environment with the extensions that transformers gives to chat templates."""
-    import jinja2.ext
-    import jinja2.sandbox
-
-    class GenerationTag(jinja2.ext.Extension):
-        """Replaces {% generation %}, which marks the assistant's text for training, by its content."""
-
-        tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
-
-        def parse(self, parser):
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str):
-        raise jinja2.TemplateError(message)
-
-    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        # Jinja's own filter escapes HTML.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    def strftime_now(pattern: str):
-        return datetime.datetime.now().strftime(pattern)
-
+@functools.lru_cache(maxsize=16)
+def _compile(template: str) -> jinja2.Template:
+    """Returns a template with the filters, functions and tags that transformers gives to chat templates."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = to_json
-    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    return environment
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    return environment.from_string(template)
 
 
-def _set_limits(seconds: int, memory_bytes: int) -> None:
-    """Limits time and memory of this process; on systems without `resource` only the parent's timeout applies."""
-    try:
-        import resource
-    except ImportError:
-        return
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+class _GenerationTag(jinja2.ext.Extension):
+    """Replaces {% generation %}, which marks the assistant's text for training, by its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the rendered text and the numbers of the probes that are omitted, or the error."""
-    import jinja2
-
-    refusals = (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError)
-    try:
-        compiled = _environment().from_string(request["template"])
-        text = compiled.render(request["variables"])
-        text.encode("utf-8")  # refuses lone surrogates
-    except refusals as error:
-        return {"error": str(error) or type(error).__name__}
-    except MemoryError:
-        return {"error": "it exceeds its memory limit"}
-    if len(text) > (maximum := request["max_characters"]):
-        return {"error": f"it wrote {len(text)} characters; the maximum is {maximum}"}
-    try:
-        probed = compiled.render({**request["variables"], "messages": request["probes"]})
-    except (*refusals, MemoryError):
-        return {"text": text, "omitted": None}
-    return {"text": text, "omitted": [i for i, one in enumerate(request["probe_texts"]) if one not in probed]}
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Returns JSON; Jinja's own filter escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-if __name__ == "__main__":
-    # Bytes, because the encoding of standard streams depends on the terminal.
-    request = json.loads(sys.stdin.buffer.read().decode("utf-8"))
-    _set_limits(request["seconds"], request["memory_bytes"])
-    sys.stdout.write(json.dumps(_answer(request)))
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)

@@ -163,7 +163,7 @@ class Tokenizer:
 
         Raises:
             ValueError: if the checkpoint has no chat template, the template does not use an option, refuses the
-                messages, omits the content of one, or exceeds its limits of time or memory (see `chat_template`).
+                messages, or omits the content of one.
         """
         if self.chat_template is None:
             raise ValueError(
