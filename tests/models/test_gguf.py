@@ -88,11 +88,6 @@ def test_a_split_model_is_loaded_from_its_first_file(tmp_path):
     for name in ("model.gguf", "latest", files[0].name):  # the other parts are next to the target
         (links / name).symlink_to(files[0])
         assert formats.load_config(links / name) == formats.load_config(files[0])
-    (links / "cycle.gguf").symlink_to(links / "cycle.gguf")
-    (links / "folder.gguf").symlink_to(tmp_path)
-    for name, message in (("cycle.gguf", "cannot be read"), ("folder.gguf", "is not a regular file")):
-        with pytest.raises(ValueError, match=message):
-            formats.load_config(links / name)
     files[-1].unlink()
     with pytest.raises(FileNotFoundError, match=files[-1].name):
         formats.load_model(files[0])
@@ -130,14 +125,12 @@ def entry(shape, kind=0, offset=0, name=b"x"):
         (struct.pack("<4sIQQ", b"GGUF", 3, 0, 2**60), "more than the file can hold"),
         (struct.pack("<4sIQQQ", b"GGUF", 3, 0, 1, 2**62) + bytes(40), "more than the file can hold"),
         (HEADER + entry([2**40, 2**20]), "exceeds the end of the file"),
-        (HEADER + entry([8], offset=2**63), "'x' has offset 9223372036854775808; expected 0, the padded end"),
-        (HEADER + entry([8]) + bytes(100), "'x' ends at byte 96, but the file has 157 bytes"),
+        (HEADER + entry([8], offset=2**63), "exceeds the end of the file"),
         (HEADER + entry([0]), "shape .0."),
         (HEADER + entry([33], kind=8) + bytes(64), "blocks of 32"),
         (HEADER + entry([32], kind=999) + bytes(64), "unknown type 999"),
         (HEADER + entry([1] * 5), "5 dimensions"),
         (HEADER + entry([1], name=b"\xff"), "utf-8"),
-        (HEADER.replace(b"\x01", b"\x02") + 2 * entry([1]) + bytes(64), "'x' is repeated"),
     ],
 )
 def test_damaged_files_are_refused(content, message, tmp_path):
@@ -146,33 +139,6 @@ def test_damaged_files_are_refused(content, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         formats.load_model(path)
     assert str(path) in str(error.value)
-
-
-def test_a_flipped_bit_of_the_tensor_table_is_refused_or_changes_only_a_name(tmp_path):
-    path, table, data = tmp_path / "model.gguf", b"", b""
-    kinds = ("F32", "Q8_0", "F16", "Q4_1", "F32")
-    for number, kind in enumerate(kinds):
-        kind, shape = gguf.GGMLQuantizationType[kind], (256 if number else 8, 3)[: 1 + number % 2]
-        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        table += entry(shape, kind, len(data), name=b"%d" % number)
-        data += random.Random(number).randbytes(math.prod(shape) // block * block_bytes)
-        data += bytes(-len(data) % 32)
-    header = struct.pack("<4sIQQ", b"GGUF", 3, len(kinds), 0)
-
-    def tensors(table):
-        path.write_bytes((content := header + table) + bytes(-len(content) % 32) + data)
-        return [(t.shape, t.quantization, t.data.tobytes()) for t in gguf_file.read_gguf(path).tensors.values()]
-
-    expected, num_refused = tensors(table), 0
-    for bit in range(8 * len(table)):
-        damaged = bytearray(table)
-        damaged[bit // 8] ^= 1 << bit % 8
-        try:
-            assert tensors(bytes(damaged)) == expected
-        except ValueError as error:
-            assert path.name in str(error)
-            num_refused += 1
-    assert num_refused >= 8 * (len(table) - len(kinds))
 
 
 @pytest.mark.parametrize("cases", [100, pytest.param(300, marks=pytest.mark.heavy)])

@@ -83,12 +83,12 @@ def _text(message: Mapping[str, Any]) -> str | None:
 
 def _with_text(message: Mapping[str, Any], text: str) -> Mapping[str, Any]:
     """Returns a message with another text; the message itself if it has none."""
-    content = message.get("content")
+    content: Any = message.get("content")
     if isinstance(content, str):
         return {**message, "content": text}
     if _text(message) is None:
         return message
-    last = max(number for number, part in enumerate(content or ()) if "text" in part)
+    last = max(number for number, part in enumerate(content) if "text" in part)
     return {**message, "content": [*content[:last], {**content[last], "text": text}, *content[last + 1 :]]}
 
 

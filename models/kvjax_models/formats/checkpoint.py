@@ -11,14 +11,13 @@ import numpy as np
 from flax import nnx, traverse_util
 from jax.sharding import Mesh
 
-from kvjax_models.formats import untrusted_files, weights
+from kvjax_models.formats import files, weights
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
 from kvjax_models.model.quantized import SCALE, WeightDtype, quantize
 from kvjax_models.sharding import parameter_shardings, shard_array
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_MAX_UNCHECKED_LAYERS, _MAX_UNCHECKED_EXPERTS = 64, 4096  # up to here, comparing all tensors gives a better error
 
 
 class StoredTensor(Protocol):
@@ -107,7 +106,6 @@ def build_model(checkpoint: Checkpoint, options: LoadOptions) -> Llama:
             if values are not finite in the file or after the cast to `dtype`.
     """
     source, config, mesh = checkpoint.source, checkpoint.config, options.mesh
-    _check_num_tensors(checkpoint)
     dtype = options.compute_dtype(checkpoint.dtype)
     # Abstract parameters: random initial values would double the memory.
     weight_dtype = options.weight_dtype
@@ -120,7 +118,7 @@ def build_model(checkpoint: Checkpoint, options: LoadOptions) -> Llama:
     shardings = {} if mesh is None else flatten_parameters(parameter_shardings(state, config, mesh))
     tensors = _merge_tied_head(checkpoint) if config.tied_embeddings else checkpoint.tensors
     if problems := _find_mismatches(rules, tensors):
-        listed = untrusted_files.join_some(problems, "\n  ")
+        listed = files.join_some(problems, "\n  ")
         raise ValueError(f"{source}: the tensors do not match the configuration:\n  {listed}")
     parameters: dict[weights.Path, jax.Array] = {}
     not_finite: list[str] = []
@@ -136,7 +134,7 @@ def build_model(checkpoint: Checkpoint, options: LoadOptions) -> Llama:
                 parameters[(*path[:-1], SCALE)] = jnp.asarray(scale, dtype)
             parameters[path] = jnp.asarray(array) if mesh is None else shard_array(array, shardings[path])
     if not_finite:
-        raise ValueError(f"{source}: values are not finite as {dtype.name} in {untrusted_files.join_some(not_finite)}")
+        raise ValueError(f"{source}: values are not finite as {dtype.name} in {files.join_some(not_finite)}")
     nnx.replace_by_pure_dict(state, traverse_util.unflatten_dict(parameters))
     return nnx.merge(graph, state)
 
@@ -162,25 +160,6 @@ def _is_finite(array: np.ndarray) -> bool:
 def _input_axis(path: weights.Path, ndim: int) -> int:
     """Returns the axis of a parameter along which a product sums; experts and embeddings have another axis first."""
     return int(path[-1] == "embedding" or (path[-2] in ("gate", "up", "down") and ndim == 3))
-
-
-def _check_num_tensors(checkpoint: Checkpoint) -> None:
-    """Refuses numbers that the tensors cannot fill, before abstract parameters and names are created for all of them.
-
-    Raises:
-        ValueError: if there are more layers or experts than tensors.
-    """
-    layers, tensors = checkpoint.config.layers, len(checkpoint.tensors)
-    experts = (layers - len(checkpoint.config.dense_layers)) * checkpoint.config.experts
-    if weights.has_expert_tensors(checkpoint.model_type) and experts > max(tensors, _MAX_UNCHECKED_EXPERTS):
-        raise ValueError(
-            f"{checkpoint.source}: {checkpoint.config.experts} experts in each of {layers} layers exceed the {tensors} "
-            "tensors of the checkpoint"
-        )
-    if layers > max(tensors, _MAX_UNCHECKED_LAYERS):
-        raise ValueError(
-            f"{checkpoint.source}: num_hidden_layers={layers} exceeds the {tensors} tensors of the checkpoint"
-        )
 
 
 def _find_mismatches(rules: Sequence[weights.TensorRule], tensors: Mapping[str, StoredTensor]) -> list[str]:

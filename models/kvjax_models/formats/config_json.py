@@ -64,12 +64,11 @@ def parse_config(values: Values) -> LlamaConfig:
         config_values.integer(values, key) for key in ("num_attention_heads", "hidden_size", "vocab_size")
     )
     config_values.integer(values, "max_position_embeddings")
-    config_values.check_special_tokens(values, vocab_size)
     if values.get("head_dim") is None and width % heads:
         raise ValueError(f"hidden_size={width} must be a multiple of num_attention_heads={heads}, or set head_dim")
     head_dim = config_values.integer({"head_dim": width // heads, **if_set(values, "head_dim")}, "head_dim")
     fields = _family_fields(family, values, layers, head_dim)
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=vocab_size,
         width=width,
         mlp_width=config_values.integer(values, "intermediate_size"),
@@ -85,8 +84,6 @@ def parse_config(values: Values) -> LlamaConfig:
         windows=_parse_windows(family, values, layers),
         **fields,
     )
-    rope_config.check_frequencies(config)
-    return config
 
 
 def _family(values: Values) -> Family:
@@ -144,20 +141,11 @@ def _max_length(values: Values, scaling: RopeScaling | None) -> int:
     Args:
         values: values of the file.
         scaling: scaling of the rotary embedding.
-
-    Raises:
-        ValueError: if the extended length is too large.
     """
     max_length = config_values.integer(values, "max_position_embeddings")
     if scaling is None or scaling.kind != "yarn":
         return max_length
-    extended = int(scaling.factor * scaling.original_length)
-    if extended > config_values.MAX_INTEGER:
-        raise ValueError(
-            f"factor={scaling.factor} times original_max_position_embeddings={scaling.original_length} must be at most "
-            f"{config_values.MAX_INTEGER}"
-        )
-    return max(max_length, extended)
+    return max(max_length, int(scaling.factor * scaling.original_length))
 
 
 def _check_supported(family: Family, values: Values) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import safetensors
 from jax.sharding import Mesh
 
-from kvjax_models.formats import config_json, untrusted_files, weights
+from kvjax_models.formats import config_json, files, weights
 from kvjax_models.formats.checkpoint import Checkpoint, LoadOptions, StoredTensor, build_model
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
@@ -92,11 +92,11 @@ def _read_config(directory: pathlib.Path) -> tuple[str, LlamaConfig]:
     Raises:
         ValueError: if `config.json` is invalid or not supported.
     """
-    values = untrusted_files.read_json_object(directory, CONFIG_FILE)
+    values = files.read_json_object(directory / CONFIG_FILE)
     try:
         return config_json.text_config(values).get("model_type", ""), config_json.parse_config(values)
     except ValueError as error:
-        raise ValueError(f"{directory / CONFIG_FILE}: {untrusted_files.shorten(error)}") from error
+        raise ValueError(f"{directory / CONFIG_FILE}: {files.shorten(error)}") from error
 
 
 def _weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
@@ -106,41 +106,36 @@ def _weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
         FileNotFoundError: if weights are missing, or a shard of the index is missing.
         ValueError: if the index is invalid.
     """
-    if untrusted_files.has_entry(directory, SINGLE_FILE):
-        return [untrusted_files.resolve_file(directory, SINGLE_FILE)]
-    if not untrusted_files.has_entry(directory, INDEX_FILE):
+    if (directory / SINGLE_FILE).exists():
+        return [directory / SINGLE_FILE]
+    if not (directory / INDEX_FILE).exists():
         raise FileNotFoundError(
             f"{directory} contains neither {SINGLE_FILE} nor {INDEX_FILE}; convert other formats (.bin, .pth) "
             "to safetensors first"
         )
-    weight_map = untrusted_files.read_json_object(directory, INDEX_FILE).get("weight_map")
+    weight_map = files.read_json_object(directory / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, Mapping) or not weight_map:
         raise ValueError(f"{directory / INDEX_FILE} has no weight_map")
-    if invalid := [name for name in weight_map.values() if not isinstance(name, str)]:
-        raise ValueError(f"{directory / INDEX_FILE}: {untrusted_files.shorten(repr(invalid[0]))} is not a file name")
-    names = sorted(set(weight_map.values()))
-    is_missing = [
-        pathlib.PurePath(name).name == name and not untrusted_files.has_entry(directory, name) for name in names
-    ]
-    if missing := [name for name, absent in zip(names, is_missing, strict=True) if absent]:
-        raise FileNotFoundError(f"shards in {directory / INDEX_FILE} are missing: {untrusted_files.join_some(missing)}")
-    return [untrusted_files.resolve_file(directory, name) for name in names]
+    names = sorted({str(name) for name in weight_map.values()})
+    if missing := [name for name in names if not (directory / name).exists()]:
+        raise FileNotFoundError(f"shards in {directory / INDEX_FILE} are missing: {files.join_some(missing)}")
+    return [directory / name for name in names]
 
 
-def _open_tensors(files: Sequence[pathlib.Path], stack: contextlib.ExitStack) -> dict[str, _SafetensorsTensor]:
+def _open_tensors(paths: Sequence[pathlib.Path], stack: contextlib.ExitStack) -> dict[str, _SafetensorsTensor]:
     """Returns the tensors of all files by name; opening a file reads its header and checks its length.
 
     Raises:
         ValueError: if a file is truncated or repeats tensors of another one.
     """
     tensors: dict[str, _SafetensorsTensor] = {}
-    for path in files:
+    for path in paths:
         try:
             file = stack.enter_context(safetensors.safe_open(path, framework="numpy"))
         except safetensors.SafetensorError as error:
             raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from error
         names = list(file.keys())
         if repeated := sorted(tensors.keys() & set(names)):
-            raise ValueError(f"{path} repeats tensors of another shard: {untrusted_files.join_some(repeated)}")
+            raise ValueError(f"{path} repeats tensors of another shard: {files.join_some(repeated)}")
         tensors |= {name: _SafetensorsTensor(file, name) for name in names}
     return tensors

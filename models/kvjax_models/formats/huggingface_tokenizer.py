@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-from kvjax_models.formats import tokenizer_limits, untrusted_files
+from kvjax_models.formats import files
 from kvjax_models.formats.end_tokens import find_end_tokens
 from kvjax_models.formats.tokenizer import Tokenizer, call_backend
 
@@ -29,29 +29,11 @@ def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
         FileNotFoundError: if tokenizer.json is missing.
         ValueError: if a file is invalid, or the BOS or end-of-text token is unknown.
     """
-    try:
-        return _load(pathlib.Path(directory))
-    except ValueError as error:
-        raise ValueError(untrusted_files.shorten(error)) from error
-
-
-def _load(directory: pathlib.Path) -> Tokenizer:
-    """Returns the tokenizer; errors may quote values of any length.
-
-    Raises:
-        FileNotFoundError: if tokenizer.json is missing.
-        ValueError: if a file is invalid.
-    """
+    directory = pathlib.Path(directory)
     path = directory / "tokenizer.json"
-    if not untrusted_files.has_entry(directory, path.name):
+    if not path.exists():
         raise FileNotFoundError(f"{path} does not exist; convert a SentencePiece model (tokenizer.model) to it first")
-    text = untrusted_files.read_text(directory, path.name)
-    problem = f"{path} is not a tokenizer"
-    contents: dict[str, Any] = untrusted_files.parse_json_object(path, text)
-    for check in (tokenizer_limits.check_growth, tokenizer_limits.check_tokens):
-        call_backend(problem, check, contents)
-    contents.clear()  # large
-    backend = call_backend(problem, tokenizers.Tokenizer.from_str, text)
+    backend = call_backend(f"{path} is not a tokenizer", tokenizers.Tokenizer.from_file, str(path))
     # tokenizer.json may contain truncation and padding settings of the training run.
     backend.no_truncation()
     backend.no_padding()
@@ -160,8 +142,8 @@ def _chat_template(directory: pathlib.Path, settings: Mapping[str, Any]) -> str 
     Raises:
         ValueError: if it is not a text.
     """
-    if untrusted_files.has_entry(directory, "chat_template.jinja"):
-        return untrusted_files.read_text(directory, "chat_template.jinja")
+    if os.path.lexists(path := directory / "chat_template.jinja"):
+        return files.read_text(path)
     template = settings.get("chat_template")
     if isinstance(template, list):
         entries = [entry for entry in template if isinstance(entry, dict)]
@@ -175,4 +157,4 @@ def _chat_template(directory: pathlib.Path, settings: Mapping[str, Any]) -> str 
 
 def _read_optional(directory: pathlib.Path, name: str) -> dict[str, Any]:
     """Returns the object in an optional JSON file; {} if the file does not exist."""
-    return untrusted_files.read_json_object(directory, name) if untrusted_files.has_entry(directory, name) else {}
+    return files.read_json_object(directory / name) if os.path.lexists(directory / name) else {}

@@ -7,12 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from kvjax_models.formats import config_keys
 from kvjax_models.formats.config_values import Values, boolean, if_set, integer, number, optional_number
 from kvjax_models.formats.families import FULL_ATTENTION, SLIDING_ATTENTION, Family
-from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.rotary import RopeScaling
 
 _REQUIRED = {
@@ -93,26 +90,6 @@ def rope_scaling(rope: Values, values: Values, rotary_dim: int) -> RopeScaling |
     if missing := [key for key in _REQUIRED.get(kind, ()) if rope.get(key) is None]:
         raise ValueError(f"rope_type={kind!r} requires {', '.join(missing)}")
     return parsers[kind](rope, values, rotary_dim)
-
-
-def check_frequencies(config: LlamaConfig) -> None:
-    """Checks the rotary frequencies of a model.
-
-    Args:
-        config: configuration of the model.
-
-    Raises:
-        ValueError: if a frequency is 0 or infinite in float32.
-    """
-    layers = {config.window(layer): layer for layer in range(config.layers) if layer not in config.nope_layers}
-    for layer in layers.values():
-        with np.errstate(over="ignore", divide="ignore"):
-            frequencies = config.rotary(layer).frequencies[: (config.rotary_dim or config.head_dim) // 2]
-        if not all(0 < frequency < math.inf for frequency in frequencies):
-            raise ValueError(
-                f"rope_theta={config.rope_theta} and rope_scaling={config.rope_scaling} give rotary frequencies that "
-                "are 0 or infinite in float32"
-            )
 
 
 def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:

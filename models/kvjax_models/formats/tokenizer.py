@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import tokenizers
 
-from kvjax_models.formats import chat_template, untrusted_files
+from kvjax_models.formats import chat_template, files
 
 T = TypeVar("T")
 
@@ -306,4 +306,4 @@ def call_backend(problem: str, function: Callable[..., T], *args: Any, **kwargs:
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
     except BaseException as error:
-        raise ValueError(f"{problem}: {untrusted_files.shorten(error)}") from error
+        raise ValueError(f"{problem}: {files.shorten(error)}") from error

@@ -107,11 +107,6 @@ def parameter_rules(
     return rules
 
 
-def has_expert_tensors(model_type: str) -> bool:
-    """Returns whether a family stores one tensor per expert."""
-    return model_type in EXPERTS
-
-
 def select_text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
     """Returns the tensors of a multimodal model's text decoder (Gemma 3), named as in a text-only model."""
     if not any(_VISION_TENSOR.match(name) for name in tensors):

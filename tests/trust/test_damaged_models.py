@@ -1,0 +1,177 @@
+"""Damaged models and templates: loaded correctly, or refused with the name of the file."""
+
+import json
+import random
+import shutil
+
+import pytest
+import tokenizers
+from flax import nnx
+from tokenizers import decoders, models, pre_tokenizers
+
+from kvjax_models import language_model
+from kvjax_models.formats import chat_template
+from kvjax_models.formats.tokenizer import Tokenizer
+from kvjax_models.model.llama import Llama
+from tests.models.huggingface_files import save_model
+from tests.models.support import damage_bytes, memory_limit, small_config, time_limit
+
+CONFIG = small_config(vocab_size=264, width=8, mlp_width=8, head_dim=4, max_length=64)
+TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+MESSAGES = [{"role": "user", "content": "Hello"}]
+TEXT = "the cat sat"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A small model with all files that are read."""
+    directory = tmp_path_factory.mktemp("checkpoint")
+    save_model(directory, Llama(CONFIG, rngs=nnx.Rngs(0)), bos_token_id=256, eos_token_id=257)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({token: number for number, token in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.save(str(directory / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (directory / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [257]}))
+    return directory
+
+
+@pytest.fixture
+def directory(checkpoint, tmp_path):
+    """A copy of the checkpoint that the test changes."""
+    return shutil.copytree(checkpoint, tmp_path / "model")
+
+
+def change_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def damage_file(directory, rng):
+    """Damages or removes a file."""
+    path = rng.choice(sorted(path for path in directory.iterdir() if path.name[0] != "."))
+    data, kind = damage_bytes(path.read_bytes(), rng)
+    path.unlink()
+    if rng.random() < 0.9:
+        path.write_bytes(data)
+    return f"{kind} {path.name}"
+
+
+def is_refused(directory, case):
+    """Returns whether the directory is refused with an error that names it or a file of it; otherwise it must work."""
+    try:
+        with time_limit():
+            llm = language_model.load(directory)
+            ids = llm.encode(TEXT)
+            assert len(llm.tokenizer.decode(ids)) <= 1000 * len(TEXT), case
+            chat = llm.tokenizer.render_chat(MESSAGES) if llm.tokenizer.chat_template else ""
+            if llm.model.config != CONFIG:  # accepted values must also work
+                llm.generate(TEXT, max_new_tokens=2)
+    except (ValueError, OSError, TypeError) as error:
+        message = str(error)
+        names = [*(path.name for path in directory.iterdir()), directory.name, "chat template", "tokenizer"]
+        assert any(name in message for name in names), (case, message)
+        assert len(message) < 30_000, case
+        return True
+    except AssertionError:
+        raise AssertionError(f"{case}: too slow, or the text too long") from None
+    assert all(0 <= token < CONFIG.vocab_size for token in ids), case
+    assert isinstance(chat, str), case
+    return False
+
+
+@pytest.mark.parametrize("cases", [50, pytest.param(500, marks=pytest.mark.heavy)])
+def test_damaged_directories(cases, checkpoint, tmp_path):
+    rng, num_refused = random.Random(cases), 0
+    with memory_limit(1500):
+        for _ in range(cases):
+            directory = shutil.copytree(checkpoint, tmp_path / "model")
+            num_refused += is_refused(directory, damage_file(directory, rng))
+            shutil.rmtree(directory)
+    assert num_refused > cases / 4  # most cases are damage
+
+
+UNKNOWN_TOKEN = [{"SpecialToken": {"id": "no", "type_id": 0}}]
+REFUSED = {  # changed values of a file, and the error
+    "config.json": [({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5'"), ({"num_hidden_layers": 3}, "missing: ")],
+    "generation_config.json": [
+        ({"eos_token_id": [264]}, "end-of-text token 264 exceeds the model's vocabulary of 264 tokens"),
+        ({"eos_token_id": -1}, "eos_token_id=-1"),
+        ({"eos_token_id": "2"}, "eos_token_id='2'"),
+        ({"eos_token_id": True}, "eos_token_id=True"),
+        ({"eos_token_id": {}}, "eos_token_id"),
+    ],
+    "tokenizer.json": [
+        ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}},
+         "tokenizer"),
+        ({"post_processor": {"type": "TemplateProcessing", "single": UNKNOWN_TOKEN, "pair": UNKNOWN_TOKEN,
+                             "special_tokens": {}}}, "tokenizer"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, change, message", [(name, *case) for name in REFUSED for case in REFUSED[name]])
+def test_invalid_files_are_refused(name, change, message, directory):
+    if name == "tokenizer.json":
+        change_json(directory / "tokenizer_config.json", add_bos_token=None)
+    change_json(directory / name, **change)
+    with pytest.raises(ValueError, match=message) as error:
+        language_model.load(directory)
+    assert str(directory) in str(error.value) or "the post_processor of tokenizer.json" in str(error.value)
+
+
+def test_links_to_blobs_of_the_hub_cache(checkpoint, tmp_path):
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(path for path in checkpoint.iterdir() if path.name[0] != "."):
+        shutil.copy(path, blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    assert language_model.load(snapshot).model.config == CONFIG
+    (snapshot / "tokenizer_config.json").resolve().unlink()  # a link without its blob is not a missing file
+    with pytest.raises(FileNotFoundError, match=r"tokenizer_config\.json"):
+        language_model.load(snapshot)
+
+
+def test_a_panic_of_a_tokenizer_is_an_error():
+    class PanicException(BaseException):
+        """Like Rust's, which is not an Exception."""
+
+    class Backend:
+        def encode(self, *_, **__):
+            raise PanicException("called `Result::unwrap()` on an `Err` value")
+
+        decode = encode
+
+    tokenizer = Tokenizer(Backend(), (), (), {})
+    with pytest.raises(ValueError, match="the tokenizer cannot encode this text: called"):
+        tokenizer.encode("text")
+    with pytest.raises(ValueError, match="the tokenizer cannot decode these tokens"):
+        tokenizer.decode([1])
+
+
+# --- Chat templates ---
+
+INVALID_TEMPLATES = {
+    "recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "division": "{{ 1 / 0 }}",
+    "attributes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "calls": "{{ cycler.__init__.__globals__.os.system('true') }}",
+    "mutation": "{{ messages.append(1) }}",
+    "include": "{% include '/etc/passwd' %}",
+    "syntax": "{% for %}",
+    "undefined": "{{ nothing.there.at.all }}",
+}
+
+
+@pytest.mark.parametrize("name", INVALID_TEMPLATES)
+def test_invalid_templates(name):
+    with pytest.raises(ValueError, match="the chat template refuses these messages: "):
+        chat_template.render(INVALID_TEMPLATES[name], MESSAGES, {"add_generation_prompt": True})
+
+
+def test_messages():
+    assert chat_template.render("{{ messages[0].content }}", [{"content": "é\n日本 😀"}]) == "é\n日本 😀"
