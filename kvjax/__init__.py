@@ -27,6 +27,8 @@ from kvjax.combinators.by_layer import FirstLayers as FirstLayers
 from kvjax.combinators.head_budgets import HeadBudgets as HeadBudgets
 from kvjax.combinators.host_memory import HostMemory as HostMemory
 from kvjax.distributed.sharding import make_mesh as make_mesh
+from kvjax.frozen_cache import FrozenCache as FrozenCache
+from kvjax.frozen_cache import freeze as freeze
 from kvjax.methods.attention_matching.attention_matching import AttentionMatching as AttentionMatching
 from kvjax.methods.balancekv.balancekv import BalanceKV as BalanceKV
 from kvjax.methods.cam import CaM as CaM

@@ -82,6 +82,7 @@ def attend_with_stats(
     kv_heads: int | None = None,
     logit_cap: float | None = None,
     sink_logits: Float[Array, "H_q"] | None = None,
+    others: Sequence[Partials] = (),
 ) -> tuple[Partials, tuple[Any, ...]]:
     """Attends as `attend_segments` does, and also returns the items of `AttentionStats.segments`.
 
@@ -93,6 +94,7 @@ def attend_with_stats(
         kv_heads: KV heads of the layer, if segments hold a subset of them.
         logit_cap: soft cap of the logits.
         sink_logits: logit of an attention sink per query head.
+        others: partial softmaxes of further entries, by token, which are part of the result.
 
     Returns:
         The partial softmax by token, and one statistic per segment or block store.
@@ -115,12 +117,13 @@ def attend_with_stats(
     if not probabilities:
         groups = _group_plain([*plain, *residual], kv_heads)
     sums = _attend_groups(queries, groups, kv_heads, logit_cap, logits=probabilities)
-    width = next(
-        (one.values.shape[-1] for group in groups for one in group if one.values is not None), queries.shape[3]
-    )
+    widths = [one.values.shape[-1] for group in groups for one in group if one.values is not None]
+    width = [*widths, *(read.store.value_dim for read in reads), queries.shape[3]][0]
     total = softmax.merge(
+        *([] if groups else [_no_partials(queries, width)]),
         *(_place_heads(queries, group[0], one, kv_heads, width) for group, one in zip(groups, sums, strict=True)),
         *(() if sink_logits is None else (_sink_partials(queries, sink_logits, width),)),
+        *others,
     )
     caches = []
     for read, selection in zip(reads, selections, strict=True):
@@ -264,6 +267,12 @@ def _place_heads(
         return jnp.full((*queries.shape[:3], *x.shape[3:]), empty, x.dtype).at[:, :, heads].set(x)
 
     return Partials(place(partials.max, -jnp.inf), place(partials.numerator, 0.0), place(partials.denominator, 0.0))
+
+
+def _no_partials(queries: Float[Array, "B T H_q D"], width: int) -> Partials:
+    """Returns the partial softmax of no entry."""
+    shape = queries.shape[:3]
+    return Partials(jnp.full(shape, -jnp.inf), jnp.zeros((*shape, width)), jnp.zeros(shape))
 
 
 def _sink_partials(queries: Float[Array, "B T H_q D"], sink_logits: Float[Array, "H_q"], width: int) -> Partials:

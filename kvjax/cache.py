@@ -24,16 +24,17 @@ from kvjax import quantization
 from kvjax.attention import AttentionStats, attend_with_stats
 from kvjax.distributed.collectives import SEQUENCE, TENSOR, sum_over_heads, sum_over_sequence
 from kvjax.distributed.sharding import check_axes, per_device, shardings
+from kvjax.frozen_cache import FrozenCache, attend_frozen, check_text, frozen_segments
 from kvjax.jax_flags import with_default_flags
 from kvjax.partials import Partials, normalize
 from kvjax.policy import Policy, Prompt, RepeatedPrompt, S
-from kvjax.segment import BlockStoreRead, Segment, array_bytes
+from kvjax.segment import BlockStoreRead, Segment, SegmentLike, array_bytes
 from kvjax.shared import staging as stagings
 from kvjax.shared.attention_scores import AttentionScores
 from kvjax.shared.staging import Counters, Staging, init_staging
 from kvjax.sliding_window import SlidingWindow
 from kvjax.spec import MAX_TOKENS, CacheSpec, check_dtype, check_queries, check_sink_logits, check_tokens, is_concrete
-from kvjax.state import cache_bytes, count_row_faults, fault, state, static
+from kvjax.state import batch_size, cache_bytes, count_row_faults, fault, state, static
 
 
 @state
@@ -117,7 +118,8 @@ def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Me
         check_axes(mesh)
         sequence_shards, head_shards = mesh.shape[SEQUENCE], mesh.shape[TENSOR]
     policy = layer_policy(policy, spec)
-    slots = min(policy.compact_every, spec.max_new_tokens, spec.staging_slots or policy.compact_every)
+    slots = min(policy.compact_every, spec.max_new_tokens)
+    slots = slots if spec.staging_slots is None else min(slots, spec.staging_slots)
     spec = dataclasses.replace(spec, staging_slots=slots, sequence_shards=sequence_shards, head_shards=head_shards)
     staging, counters = init_staging(spec, slots)
     cache = Cache(
@@ -299,6 +301,7 @@ def step(
     *,
     sink_logits: Float[Array, "H_q"] | None = None,
     compact_when_full: bool = True,
+    text: FrozenCache | None = None,
 ) -> tuple[Float[Array, "B T H_q D_v"], Cache[S]]:
     """Appends T tokens and returns their causal attention to the cache.
 
@@ -311,6 +314,7 @@ def step(
         sink_logits: logit of an attention sink per query head; the sink adds to the softmax denominator only (gpt-oss).
         compact_when_full: whether to compact first if the tokens do not fit into the staging buffer. False saves a
             conditional per step in a compiled loop that calls `compact` itself.
+        text: D frozen texts that the rows continue, B / D rows each, in order; the queries attend to them, too.
 
     Returns:
         The attention output, float32, and the cache.
@@ -334,7 +338,9 @@ def step(
     check_queries(cache.spec, cache.staging.keys.shape[0], query, keys.shape[1])
     check_sink_logits(sink_logits, cache.spec.query_heads)
     _check_free_slots(cache, keys, lengths, compacts=compact_when_full)
-    return _step(cache, query, keys, values, lengths, sink_logits, compact_when_full=compact_when_full)
+    if text is not None:
+        check_text(text, cache.spec)
+    return _step(cache, query, keys, values, lengths, sink_logits, text, compact_when_full=compact_when_full)
 
 
 def compact(cache: Cache[S]) -> Cache[S]:
@@ -391,13 +397,14 @@ def with_counters(cache: Cache[S], counters: Counters | None) -> Cache[S]:
 
 
 @with_default_flags
-def read_bytes(cache: Cache) -> int:
+def read_bytes(cache: Cache | FrozenCache) -> int:
     """Returns the bytes of the cache that one decode step reads, computed from shapes and dtypes.
 
     They include segments, the index and the selected blocks of a retrieval policy, and attention scores.
 
     Args:
-        cache: the cache, possibly abstract (`jax.eval_shape`).
+        cache: the cache, possibly abstract (`jax.eval_shape`); of frozen texts, the bytes that are read once for all
+            rows that continue them.
 
     Returns:
         Bytes for all rows.
@@ -412,39 +419,35 @@ def read_bytes(cache: Cache) -> int:
         >>> kvjax.read_bytes(cache) < kvjax.read_bytes(exact)
         True
     """
-    return _read_bytes(cache, cache.staging.keys.shape[1])
-
-
-def _read_bytes(cache: Cache, kv_heads: int) -> int:
-    """Counts the bytes of segments, of selected blocks and of attention scores."""
     sizes: list[int] = []
+    batch = batch_size(cache.state)
 
-    def count(cache: Cache) -> None:
+    def count(cache: Cache | FrozenCache) -> None:
         """Adds the bytes that one step reads of `cache` to `sizes`; called on abstract arrays."""
-        spec, shape = cache.spec, cache.staging.keys.shape
-        if cache.counters is None:
-            _, counters = init_staging(dataclasses.replace(spec, batch=shape[0]), cast(int, spec.staging_slots))
-            cache = dataclasses.replace(cache, counters=counters)
-        if cache.policy.requires.attention_stats:
-            sizes.append(_score_bytes(cache.state))
-        # Without the indices of heads, a few bytes that are no part of a store.
-        segments = [
-            dataclasses.replace(one, kv_heads=None) if isinstance(one, Segment) else one for one in _segments(cache, 1)
-        ]
-        # Segments may share a buffer; each reads its own slots of it.
-        leaves = {id(leaf): leaf for one in segments if isinstance(one, Segment) for leaf in jax.tree.leaves(one)}
-        sizes.append(array_bytes(*leaves.values()))
-        for read in (one for one in segments if isinstance(one, BlockStoreRead)):
-            heads = kv_heads if read.kv_heads is None else len(read.kv_heads)
-            query = jnp.zeros(
-                (cache.staging.keys.shape[0], 1, heads * spec.query_heads // spec.kv_heads, spec.head_dim)
-            )
-            selection = read.select(query)
-            block_size, width = read.store.entries.shape[3:]
-            scale_bytes = 0 if read.store.scale is None else 2 * read.store.scale.dtype.itemsize
-            block_bytes = block_size * (width * read.store.entries.dtype.itemsize + 4 + scale_bytes)
+        spec = cache.spec
+        if isinstance(cache, FrozenCache):
+            read = frozen_segments(cache, jnp.zeros((batch, 1), jnp.int32))
+        else:
+            if cache.counters is None:
+                _, counters = init_staging(dataclasses.replace(spec, batch=batch), cast(int, spec.staging_slots))
+                cache = dataclasses.replace(cache, counters=counters)
+            if cache.policy.requires.attention_stats:
+                sizes.append(_score_bytes(cache.state))
+            read = _segments(cache, 1)
+        # Without the indices of heads, a few bytes that are no part of a store. Segments may share a buffer; each
+        # reads its own slots of it.
+        segments = [dataclasses.replace(one, kv_heads=None) for one in read if isinstance(one, Segment)]
+        sizes.append(array_bytes(*{id(leaf): leaf for leaf in jax.tree.leaves(segments)}.values()))
+        for one in read:
+            if not isinstance(one, BlockStoreRead):
+                continue
+            heads = spec.kv_heads if one.kv_heads is None else len(one.kv_heads)
+            selection = one.select(jnp.zeros((batch, 1, heads * spec.query_heads // spec.kv_heads, spec.head_dim)))
+            block_size, width = one.store.entries.shape[3:]
+            scale_bytes = 0 if one.store.scale is None else 2 * one.store.scale.dtype.itemsize
+            block_bytes = block_size * (width * one.store.entries.dtype.itemsize + 4 + scale_bytes)
             sizes.append(selection.block_indices.size * block_bytes)
-            sizes.append(array_bytes(read.index, read.store.offset, selection.residual))
+            sizes.append(array_bytes(one.index, one.store.offset, selection.residual))
 
     jax.eval_shape(count, cache)
     return sum(sizes)
@@ -538,13 +541,14 @@ def _step(
     values: Float[Array, "B T H_kv D_v"],
     lengths: Int[Array, "B"] | None,
     sink_logits: Float[Array, "H_q"] | None,
+    text: FrozenCache | None,
     *,
     compact_when_full: bool,
 ) -> tuple[Float[Array, "B T H_q D_v"], Cache[S]]:
     if compact_when_full:
         full = cache.counters.offset + keys.shape[1] > cache.counters.slots
         cache = jax.lax.cond(full, _compact_shard, lambda cache: cache, cache)
-    partials, cache = _attend(_stage(cache, keys, values, lengths), query, sink_logits, causal=True)
+    partials, cache = _attend(_stage(cache, keys, values, lengths), query, sink_logits, text, causal=True)
     return normalize(partials), cache
 
 
@@ -587,22 +591,34 @@ def _segments(cache: Cache, tokens: int) -> tuple[Segment | BlockStoreRead, ...]
 
 
 def _attend(
-    cache: Cache[S], query: Float[Array, "B T H_q D"], sink_logits: Float[Array, "H_q"] | None, *, causal: bool
+    cache: Cache[S],
+    query: Float[Array, "B T H_q D"],
+    sink_logits: Float[Array, "H_q"] | None,
+    text: FrozenCache | None = None,
+    *,
+    causal: bool,
 ) -> tuple[Partials, Cache[S]]:
     """Attends to the cache; if causal, the queries belong to the newest tokens and the policy observes them."""
-    policy, tokens = cache.policy, query.shape[1] if causal else 1
+    policy, tokens, kv_heads = cache.policy, query.shape[1] if causal else 1, cache.staging.keys.shape[1]
     appended = stagings.appended_mask(cache.counters, tokens) if causal else None
-    segments = _segments(cache, tokens)
+    scaled, segments = _scale_queries(cache.spec, query), _segments(cache, tokens)
+    others: tuple[Partials, ...] = ()
+    text_segments: tuple[SegmentLike, ...] = ()
+    if text is not None:
+        visible = cache.counters.first[:, None] + stagings.num_visible_staged(cache.counters, tokens)
+        of_text, text_segments = attend_frozen(text, scaled, visible, kv_heads)
+        others = (of_text,)
     partials, stats = attend_with_stats(
-        _scale_queries(cache.spec, query),
+        scaled,
         segments,
         appended,
         probabilities=policy.requires.attention_stats and causal,
-        kv_heads=cache.staging.keys.shape[1],
+        kv_heads=kv_heads,
         logit_cap=cache.spec.logit_cap,
         sink_logits=sink_logits,
+        others=others,
     )
-    if any(isinstance(one, Segment) and one.log_den is not None for one in segments):
+    if any(isinstance(one, Segment) and one.log_den is not None for one in (*segments, *text_segments)):
         # Numerator and denominator have different entries, so that their ratio is not a mean of values.
         invalid = jnp.any(~_has_finite_output(partials), axis=2)
         if appended is not None:

@@ -25,12 +25,12 @@ _INTEGERS = {
     "kv_heads": 1,
     "head_dim": 1,
     "max_prompt_tokens": 1,
-    "max_new_tokens": 1,
+    "max_new_tokens": 0,
     "value_dim": 1,
     "window": 1,
     "layer": 0,
     "layers": 1,
-    "staging_slots": 1,
+    "staging_slots": 0,
     "sequence_shards": 1,
     "head_shards": 1,
 }
@@ -47,7 +47,8 @@ class CacheSpec:
         kv_heads: KV heads of the layer.
         head_dim: dimensions of a query and a key.
         max_prompt_tokens: maximum length of the prompt of `prefill`, in tokens.
-        max_new_tokens: maximum number of tokens that are appended after it, over all turns of a conversation.
+        max_new_tokens: maximum number of tokens that are appended after it, over all turns of a conversation; 0 for a
+            text that `kvjax.freeze` freezes.
         dtype: dtype of stored keys and values that are not quantized.
         kv_dtype: quantization format of stored keys and values ("int8", "fp8", "int4", "int3", "int2"), a pair of
             formats (keys, values), or None. Staged tokens are never quantized. "bfloat16" sets `dtype`, whatever the

@@ -1,0 +1,137 @@
+"""Frozen texts, which several rows continue with caches of their own."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from tests.kvjax.support import (
+    HEAD_DIM,
+    POLICIES,
+    begin,
+    each,
+    make_spec,
+    make_stream,
+    prompt_of,
+    row_keys,
+    softmax_attention,
+)
+
+LENGTHS = (37, 12)
+ROWS = 3  # of every text
+STEPS = (5, 1, 1, 4)  # tokens of every block
+
+
+def filled(policy, spec, stream):
+    return begin(policy, spec, row_keys(len(LENGTHS)), *prompt_of(stream, LENGTHS), LENGTHS)
+
+
+def texts_of(policy, stream, **changes):
+    """Returns the frozen texts of a policy."""
+    spec = make_spec(batch=len(LENGTHS), new=0, **changes)
+    return kvjax.freeze(filled(policy, spec, stream))
+
+
+def continue_texts(text, rows, *, tail=None, seed=5, sink_logits=None, **changes):
+    """Appends tokens to tails of all rows of a text; returns their attention outputs and the tokens."""
+    batch = len(rows)
+    tail_spec = make_spec(batch=batch, prompt=1, new=sum(STEPS), **changes)
+    cache = kvjax.init(tail or kvjax.Exact(compact_every=8), tail_spec, row_keys(batch))
+    stream = make_stream(seed, batch=2 * ROWS, tokens=sum(STEPS))
+    stream = type(stream)(*(part[np.asarray(rows)] for part in stream))
+    step = jax.jit(kvjax.step)
+    outputs, start = [], 0
+    for count in STEPS:
+        block = [part[:, start : start + count] for part in (stream.queries, stream.keys, stream.values)]
+        output, cache = step(cache, *block, text=text, sink_logits=sink_logits)
+        outputs.append(np.asarray(output))
+        start += count
+    kvjax.raise_faults(cache)
+    return np.concatenate(outputs, axis=1), stream
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("name", each(POLICIES))
+def test_rows_of_one_text_attend_as_rows_of_their_own_texts(name, kv_dtype):
+    text = texts_of(POLICIES[name], make_stream(batch=len(LENGTHS)), kv_dtype=kv_dtype)
+    rows = range(2 * ROWS)
+    together, _ = continue_texts(text, rows)
+    for row in rows:
+        own = kvjax.take_rows(text, np.array([row // ROWS]))
+        alone, _ = continue_texts(own, [row])
+        np.testing.assert_allclose(together[row], alone[0], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 9, 100])
+def test_text_and_tail_are_attention_to_all_tokens(window):
+    stream = make_stream(batch=len(LENGTHS))
+    text = texts_of(kvjax.Exact(), stream, window=window)
+    sink_logits = jnp.asarray([0.5, -jnp.inf, 2.0, 0.0])
+    outputs, tails = continue_texts(text, range(2 * ROWS), window=window, sink_logits=sink_logits)
+    for row in range(2 * ROWS):
+        length = LENGTHS[row // ROWS]
+        keys = np.concatenate([stream.keys[row // ROWS, :length], tails.keys[row]])
+        values = np.concatenate([stream.values[row // ROWS, :length], tails.values[row]])
+        for token in range(sum(STEPS)):
+            end = length + token + 1
+            start = 0 if window is None else max(0, end - window)
+            for head in range(4):
+                tokens = keys[start:end, head // 2], values[start:end, head // 2]
+                sink = float(sink_logits[head])
+                expected = softmax_attention(tails.queries[row, token, head], *tokens, sink_logit=sink)
+                np.testing.assert_allclose(outputs[row, token, head], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("tail", ["h2o", "chelsea", "streaming_llm"])
+def test_a_tail_may_be_compressed(tail):
+    text = texts_of(kvjax.Exact(), make_stream(batch=len(LENGTHS)))
+    outputs, _ = continue_texts(text, range(2 * ROWS), tail=POLICIES[tail])
+    assert np.isfinite(outputs).all()
+
+
+def test_a_text_has_no_staging_buffer_and_is_read_once():
+    stream = make_stream(batch=len(LENGTHS))
+    text = texts_of(kvjax.Uniform(16, sinks=2, recent=4), stream)
+    slots = 16
+    assert kvjax.read_bytes(text) <= kvjax.cache_bytes(text).device
+    entries = len(LENGTHS) * 2 * slots * 2 * HEAD_DIM * 4
+    assert entries <= kvjax.cache_bytes(text).device < 1.2 * entries
+
+
+def test_a_text_is_not_changed():
+    stream = make_stream(batch=len(LENGTHS))
+    text = texts_of(POLICIES["h2o"], stream)
+    before = jax.tree.map(np.asarray, text)
+    continue_texts(text, range(2 * ROWS))
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, text))
+
+
+def test_texts_are_inserted_and_selected():
+    stream = make_stream(batch=len(LENGTHS))
+    text = texts_of(POLICIES["uniform"], stream)
+    swapped = kvjax.insert_rows(text, kvjax.take_rows(text, np.array([1, 0])), np.array([0, 1]))
+    outputs, _ = continue_texts(text, range(2 * ROWS))
+    others, _ = continue_texts(swapped, [3, 4, 5, 0, 1, 2])
+    np.testing.assert_allclose(outputs[:ROWS], others[ROWS:], rtol=2e-5, atol=2e-6)
+
+
+def test_misuse_is_refused():
+    stream = make_stream(batch=len(LENGTHS))
+    spec = make_spec(batch=len(LENGTHS), new=8)
+    cache = filled(kvjax.Exact(), spec, stream)
+    staged = kvjax.append(cache, stream.keys[:, :2], stream.values[:, :2])
+    with pytest.raises(ValueError, match="staging buffer holds tokens in 2 slots"):
+        kvjax.freeze(staged)
+    with pytest.raises(ValueError, match="outside jit"):
+        jax.jit(lambda cache: kvjax.freeze(cache))(cache)
+    text = kvjax.freeze(cache)
+    with pytest.raises(ValueError, match="3 rows cannot continue 2 texts"):
+        continue_texts(text, range(3))
+    with pytest.raises(ValueError, match="window=None differs from the cache's window=16"):
+        continue_texts(text, range(4), window=16)
+    empty = filled(kvjax.Exact(), dataclasses.replace(spec, max_new_tokens=0), stream)
+    with pytest.raises(ValueError, match="cannot append 1 tokens to 0 staging slots"):
+        kvjax.append(empty, stream.keys[:, :1], stream.values[:, :1])
