@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
+from kvjax_models.formats.tokenizer import Tokenizer
+
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 Prompt = str | Sequence[Message]  # a text to continue, or a conversation to answer
 TemplateOptions = Mapping[str, Any] | None  # variables of the chat template
@@ -41,3 +43,76 @@ def as_prompts(prompts: Any) -> Iterable[Prompt]:
             f"prompts must be a list of texts or conversations, got {type(prompts).__name__}; pass [prompt]"
         )
     return prompts
+
+
+# Marks the end of a text in a rendered chat template; printable, so that templates neither trim nor escape it.
+_END_OF_TEXT = "KVJAX9END2OF7TEXT"
+
+
+def render_context(tokenizer: Tokenizer, messages: Sequence[Message], options: TemplateOptions = None) -> str:
+    """Renders a conversation up to the place where the user's next text begins.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        messages: the conversation; a question continues its last message if that is the user's.
+        options: variables of the chat template.
+
+    Returns:
+        The start of the rendered text, which does not depend on the question.
+
+    Raises:
+        ValueError: if the model has no chat template, or the template cannot be split there.
+    """
+    rendered = tokenizer.render_chat(_with_question(messages, _END_OF_TEXT), template_options=options)
+    if rendered.count(_END_OF_TEXT) != 1:
+        raise ValueError(
+            "the chat template cannot be split after the text: it does not write the content of a message once and "
+            "unchanged; read the text with chat=False"
+        )
+    return rendered.partition(_END_OF_TEXT)[0]
+
+
+def render_question(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    question: Prompt,
+    separator: str = "\n\n",
+    options: TemplateOptions = None,
+) -> str:
+    """Renders what follows `render_context`: the question, and the start of the assistant's answer.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        messages: the conversation.
+        question: a text, or messages that start with the user's.
+        separator: text between the last message and the question, if the question continues that message.
+        options: variables of the chat template.
+
+    Returns:
+        The end of the rendered text.
+
+    Raises:
+        ValueError: if the first message is not the user's, or the template renders the conversation differently
+            before different questions.
+    """
+    turns: list[Message] = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
+    if turns[0]["role"] != "user":
+        raise ValueError(f"the first message of a question has role={turns[0]['role']!r}; it must be the user's")
+    text = turns[0]["content"]
+    if messages and messages[-1]["role"] == "user":
+        text = separator + text
+    context = render_context(tokenizer, messages, options)
+    rendered = tokenizer.render_chat([*_with_question(messages, text), *turns[1:]], template_options=options)
+    if not rendered.startswith(context):
+        raise ValueError(
+            "the chat template cannot be split after the text: it renders the conversation differently before "
+            "different questions, for example the system message; read the text with chat=False"
+        )
+    return rendered[len(context) :]
+
+
+def _with_question(messages: Sequence[Message], text: str) -> list[Message]:
+    """Returns a conversation with a text of the user at its end, which continues a last message of the user."""
+    if messages and messages[-1]["role"] == "user":
+        return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + text}]
+    return [*messages, {"role": "user", "content": text}]

@@ -7,7 +7,7 @@ layer instead of all, but every call takes a fraction of a millisecond. Both way
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 import kvjax
 from kvjax.cache import with_counters
 from kvjax.shared.staging import Counters
-from kvjax_models.generation.sampling import Sampling, is_finite, sample
+from kvjax_models.generation.sampling import MAX_LOGPROBS, SampledTokens, is_finite, sample, with_answer, with_prompt
 from kvjax_models.generation.state import GenerationState, constrain_state
 from kvjax_models.model.llama import Llama
 from kvjax_models.model.rotary import Rotary, rotation
@@ -28,9 +28,16 @@ from kvjax_models.sharding import constrain_replicated, constrain_to_batch, repl
 MIN_LAYERS = 16
 NO_TOKEN = -1  # in blocks of new tokens, after the end of a finished sequence
 
+Texts: TypeAlias = tuple[kvjax.FrozenCache, ...] | None  # the frozen texts that rows continue, one per layer
+
 
 def append_block(
-    model: Llama, mesh: Mesh | None, state: GenerationState, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+    model: Llama,
+    mesh: Mesh | None,
+    state: GenerationState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    texts: Texts = None,
 ) -> GenerationState:
     """Appends a block of prompt tokens to the caches, all at once.
 
@@ -40,17 +47,23 @@ def append_block(
         state: state before the block; donated.
         tokens: padded tokens.
         lengths: number of tokens of each row.
+        texts: the frozen texts that the rows continue; None for rows that have all their tokens in their own caches.
 
     Returns:
         The state after the block.
     """
     if not runs_by_layer(state, mesh):
-        return append_program(model, mesh, state, tokens, lengths)
-    return _append_block(model, mesh, state, *_commit(state, tokens, lengths))
+        return append_program(model, mesh, state, tokens, lengths, texts)
+    return _append_block(model, mesh, state, *_commit(state, tokens, lengths), texts)
 
 
 def score_block(
-    model: Llama, mesh: Mesh | None, state: GenerationState, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+    model: Llama,
+    mesh: Mesh | None,
+    state: GenerationState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    texts: Texts = None,
 ) -> tuple[GenerationState, Float[Array, "B T"], Bool[Array, "B T"]]:
     """Appends a block like `append_block` and scores its tokens.
 
@@ -60,52 +73,53 @@ def score_block(
         state: state before the block; donated.
         tokens: padded tokens.
         lengths: number of tokens of each row.
+        texts: as for `append_block`.
 
     Returns:
         The state after the block, the log-probability of each token, and whether it was the most likely one. The first
         token is scored with the state's logits.
     """
     if not runs_by_layer(state, mesh):
-        return score_program(model, mesh, state, tokens, lengths)
-    return _score_block(model, mesh, state, *_commit(state, tokens, lengths))
+        return score_program(model, mesh, state, tokens, lengths, texts)
+    return _score_block(model, mesh, state, *_commit(state, tokens, lengths), texts)
 
 
 def decode_block(
     model: Llama,
     mesh: Mesh | None,
-    sampling: Sampling,
     eos: tuple[int, ...],
     block_size: int,
     state: GenerationState,
     steps: int,
-    max_positions: Int[np.ndarray, "B"] | None = None,
-) -> tuple[GenerationState, Int[np.ndarray, "B n"]]:
+    texts: Texts = None,
+) -> tuple[GenerationState, SampledTokens]:
     """Runs decode steps until all sequences are finished or `steps` is reached.
 
     Args:
         model: the decoder.
         mesh: mesh of the model.
-        sampling: sampling parameters.
         eos: tokens that finish a sequence.
         block_size: maximum number of steps.
         state: state before the block; donated.
         steps: number of steps, at most `block_size`.
-        max_positions: number of tokens with which each sequence is finished, including the prompt; None: no limit.
+        texts: as for `append_block`.
 
     Returns:
-        The state after the block, and the tokens of its n steps, with `NO_TOKEN` after the end of a sequence.
+        The state after the block, and NumPy arrays [B, n, ...] of the tokens of its n steps, with `NO_TOKEN` after the
+        end of a sequence.
     """
-    limits = None if max_positions is None else replicate(max_positions, mesh)
     if not runs_by_layer(state, mesh):
         count = replicate(np.int32(steps), mesh)
-        state, block, num_steps = decode_program(model, mesh, sampling, eos, block_size, state, count, limits)
-        return state, np.asarray(block)[:, : int(num_steps)]
+        state, block, num_steps = decode_program(model, mesh, eos, block_size, state, count, texts)
+        return state, SampledTokens(*(np.asarray(part)[:, : int(num_steps)] for part in block))
     split = _split_layers(model)
-    tokens: list[Int[np.ndarray, "B"]] = []
-    while len(tokens) < steps and not np.asarray(state.done).all():
-        state, token = _decode_step(split, mesh, sampling, eos, state, limits)
-        tokens.append(np.asarray(token))
-    return state, np.stack(tokens, axis=1) if tokens else np.zeros((len(state.done), 0), np.int32)
+    sampled: list[SampledTokens] = []
+    while len(sampled) < steps and not np.asarray(state.done).all():
+        state, tokens = _decode_step(split, mesh, eos, state, texts)
+        sampled.append(SampledTokens(*map(np.asarray, tokens)))
+    if not sampled:
+        sampled, steps = [_no_tokens(state)], 0
+    return state, SampledTokens(*(np.stack(part, axis=1)[:, :steps] for part in zip(*sampled, strict=True)))
 
 
 def runs_by_layer(state: GenerationState, mesh: Mesh | None) -> bool:
@@ -137,20 +151,30 @@ def _split_layers(model: Llama) -> _SplitModel:
 
 
 def _append_block(
-    model: Llama, mesh: Mesh | None, state: GenerationState, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+    model: Llama,
+    mesh: Mesh | None,
+    state: GenerationState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    texts: Texts,
 ) -> GenerationState:
     split = _split_layers(model)
-    x, state = _step_layers(split, state, _embed(split.outer, mesh, tokens), lengths)
-    rows = _last_logits(split.outer, dataclasses.replace(state, layers=()), x, lengths)
+    x, state = _step_layers(split, state, _embed(split.outer, mesh, tokens), lengths, texts)
+    rows = _last_logits(split.outer, dataclasses.replace(state, layers=()), x, tokens, lengths)
     return constrain_state(dataclasses.replace(rows, layers=state.layers), mesh)
 
 
 def _score_block(
-    model: Llama, mesh: Mesh | None, state: GenerationState, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+    model: Llama,
+    mesh: Mesh | None,
+    state: GenerationState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    texts: Texts,
 ) -> tuple[GenerationState, Float[Array, "B T"], Bool[Array, "B T"]]:
     split, previous_logits = _split_layers(model), state.logits
-    x, state = _step_layers(split, state, _embed(split.outer, mesh, tokens), lengths)
-    rows = _last_logits(split.outer, dataclasses.replace(state, layers=()), x, lengths)
+    x, state = _step_layers(split, state, _embed(split.outer, mesh, tokens), lengths, texts)
+    rows = _last_logits(split.outer, dataclasses.replace(state, layers=()), x, tokens, lengths)
     scores = _token_scores(split.outer, mesh, previous_logits, x, tokens)
     return constrain_state(dataclasses.replace(rows, layers=state.layers), mesh), *scores
 
@@ -158,65 +182,70 @@ def _score_block(
 def _decode_block(
     model: Llama,
     mesh: Mesh | None,
-    sampling: Sampling,
     eos: tuple[int, ...],
     block_size: int,
     state: GenerationState,
     steps: Int[Array, ""],
-    max_positions: Int[Array, "B"] | None = None,
-) -> tuple[GenerationState, Int[Array, "B block"], Int[Array, ""]]:
+    texts: Texts,
+) -> tuple[GenerationState, SampledTokens, Int[Array, ""]]:
     """Runs decode steps in one compiled loop; returns the state, the tokens of a full block and the steps."""
     split = _split_layers(model)
 
     def step(carry):
         """Runs one decode step on the `carry`: the number of steps, the state and the tokens of the block."""
-        number, state, tokens = carry
-        state, token = _decode_step(split, mesh, sampling, eos, state, max_positions)
-        tokens = jax.lax.dynamic_update_slice(tokens, token[:, None], (jnp.zeros_like(number), number))
-        return number + 1, constrain_state(state, mesh), tokens
+        number, state, block = carry
+        state, sampled = _decode_step(split, mesh, eos, state, texts)
+
+        def write(block: Array, new: Array) -> Array:
+            start = (jnp.zeros_like(number), number, *[jnp.zeros_like(number)] * (block.ndim - 2))
+            return jax.lax.dynamic_update_slice(block, new[:, None], start)
+
+        return number + 1, constrain_state(state, mesh), jax.tree.map(write, block, sampled)
 
     def is_running(carry):
         """Returns whether the `carry` has steps left and unfinished sequences."""
         number, state, _ = carry
         return (number < steps) & ~jnp.all(state.done)
 
-    tokens = jnp.full((state.done.shape[0], block_size), NO_TOKEN, jnp.int32)
-    carry = (jnp.zeros((), jnp.int32), state, tokens)
-    num_steps, state, tokens = jax.lax.while_loop(is_running, step, carry)
-    return constrain_state(state, mesh), constrain_replicated(tokens, mesh), constrain_replicated(num_steps, mesh)
+    block = jax.tree.map(lambda x: jnp.repeat(x[:, None], block_size, axis=1), _no_tokens(state))
+    num_steps, state, block = jax.lax.while_loop(is_running, step, (jnp.zeros((), jnp.int32), state, block))
+    block = jax.tree.map(lambda x: constrain_replicated(x, mesh), block)
+    return constrain_state(state, mesh), block, constrain_replicated(num_steps, mesh)
+
+
+def _no_tokens(state: GenerationState) -> SampledTokens:
+    """Returns what a step gives for finished sequences."""
+    batch, vocab_size = state.logits.shape
+    top = (batch, min(MAX_LOGPROBS, vocab_size))
+    token = jnp.full(batch, NO_TOKEN, jnp.int32)
+    return SampledTokens(token, jnp.zeros(batch), jnp.zeros(top, jnp.int32), jnp.zeros(top))
 
 
 append_program = jax.jit(_append_block, static_argnames=("mesh",), donate_argnames=("state",))
 score_program = jax.jit(_score_block, static_argnames=("mesh",), donate_argnames=("state",))
-decode_program = jax.jit(
-    _decode_block, static_argnames=("mesh", "sampling", "eos", "block_size"), donate_argnames=("state",)
-)
+decode_program = jax.jit(_decode_block, static_argnames=("mesh", "eos", "block_size"), donate_argnames=("state",))
 
 
 def _decode_step(
-    split: _SplitModel,
-    mesh: Mesh | None,
-    sampling: Sampling,
-    eos: tuple[int, ...],
-    state: GenerationState,
-    max_positions: Int[Array, "B"] | None,
-) -> tuple[GenerationState, Int[Array, "B"]]:
+    split: _SplitModel, mesh: Mesh | None, eos: tuple[int, ...], state: GenerationState, texts: Texts
+) -> tuple[GenerationState, SampledTokens]:
     """Samples a token from the logits and computes the next logits; returns the state and the tokens."""
-    rows, token, x, lengths = _sample_token(split.outer, mesh, sampling, dataclasses.replace(state, layers=()))
-    x, state = _step_layers(split, dataclasses.replace(rows, layers=state.layers), x, lengths)
-    rows = _next_logits(split.outer, eos, dataclasses.replace(state, layers=()), token, x, lengths, max_positions)
-    return dataclasses.replace(rows, layers=state.layers), token
+    rows, sampled, x, lengths = _sample_token(split.outer, mesh, dataclasses.replace(state, layers=()))
+    x, state = _step_layers(split, dataclasses.replace(rows, layers=state.layers), x, lengths, texts)
+    rows = _next_logits(split.outer, eos, dataclasses.replace(state, layers=()), sampled.token, x, lengths)
+    return dataclasses.replace(rows, layers=state.layers), sampled
 
 
 def _step_layers(
-    split: _SplitModel, state: GenerationState, x: Float[Array, "B T W"], lengths: Int[Array, "B"]
+    split: _SplitModel, state: GenerationState, x: Float[Array, "B T W"], lengths: Int[Array, "B"], texts: Texts
 ) -> tuple[Float[Array, "B T W"], GenerationState]:
     """Appends tokens to every layer's cache; returns the residual stream and the state with the new caches."""
     layers, config = [], split.outer.config
     for number, ((structure, parameters), cache) in enumerate(zip(split.layers, state.layers, strict=True)):
-        rotary = config.rotary(number, cache.spec.capacity)
+        rotary = config.rotary(number, state.context_tokens)
+        text = None if texts is None else texts[number]
         x, cache, counters = step_layer(
-            structure, rotary, parameters, cache, state.counters, x, state.positions, lengths
+            structure, rotary, parameters, cache, state.counters, x, state.positions, lengths, text
         )
         layers.append(cache)
     # Every layer counts the same tokens; XLA computes the counters once.
@@ -236,6 +265,7 @@ def step_layer(
     x: Float[Array, "B T W"],
     positions: Int[Array, "B"],
     lengths: Int[Array, "B"],
+    text: kvjax.FrozenCache | None = None,
 ) -> tuple[Float[Array, "B T W"], kvjax.Cache, Counters]:
     """Appends tokens to one layer's cache and computes the layer.
 
@@ -248,6 +278,7 @@ def step_layer(
         x: residual stream; donated.
         positions: number of tokens of each row before these.
         lengths: number of these tokens of each row.
+        text: the frozen texts that the rows continue.
 
     Returns:
         The residual stream, the cache, and the counters of all layers afterwards.
@@ -263,6 +294,7 @@ def step_layer(
         lengths,
         sink_logits=layer.sink_logits,
         compact_when_full=False,
+        text=text,
     )
     x = constrain_to_batch(layer.finish(x, attended), cache.mesh)
     return x, with_counters(cache, None), cache.counters
@@ -273,20 +305,21 @@ def _embed(model: Llama, mesh: Mesh | None, tokens: Int[Array, "B T"]) -> Float[
     return constrain_to_batch(model.embed(tokens), mesh)
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "sampling"))
+@functools.partial(jax.jit, static_argnames=("mesh",))
 def _sample_token(
-    model: Llama, mesh: Mesh | None, sampling: Sampling, rows: GenerationState
-) -> tuple[GenerationState, Int[Array, "B"], Float[Array, "B 1 W"], Int[Array, "B"]]:
+    model: Llama, mesh: Mesh | None, rows: GenerationState
+) -> tuple[GenerationState, SampledTokens, Float[Array, "B 1 W"], Int[Array, "B"]]:
     """Samples a token per running row; returns the rows, the tokens, their embeddings and their numbers."""
     keys = jax.vmap(jax.random.split)(rows.sampling_keys)
-    token = sample(rows.logits, keys[:, 0], sampling)
+    sampled = sample(rows.logits, keys[:, 0], rows.sampling)
     running = ~rows.done
     new_keys, old_keys = jax.random.key_data(keys[:, 1]), jax.random.key_data(rows.sampling_keys)
     rows = dataclasses.replace(
         rows, sampling_keys=jax.random.wrap_key_data(jnp.where(running[:, None], new_keys, old_keys))
     )
-    x = constrain_to_batch(model.embed(jnp.where(running, token, 0)[:, None]), mesh)
-    return rows, jnp.where(running, token, NO_TOKEN), x, running.astype(jnp.int32)
+    x = constrain_to_batch(model.embed(jnp.where(running, sampled.token, 0)[:, None]), mesh)
+    sampled = sampled._replace(token=jnp.where(running, sampled.token, NO_TOKEN))
+    return rows, sampled, x, running.astype(jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames=("eos",), donate_argnames=("rows",))
@@ -297,26 +330,28 @@ def _next_logits(
     token: Int[Array, "B"],
     x: Float[Array, "B 1 W"],
     lengths: Int[Array, "B"],
-    max_positions: Int[Array, "B"] | None,
 ) -> GenerationState:
     """Returns the rows after a decode step, without caches."""
     running, logits = lengths > 0, model.logits(x[:, 0])
-    done = jnp.isin(token, jnp.asarray(eos, jnp.int32)) if eos else jnp.zeros_like(rows.done)
+    is_end = jnp.isin(token, jnp.asarray(eos, jnp.int32)) if eos else jnp.zeros_like(rows.done)
     positions = rows.positions + lengths
-    if max_positions is not None:
-        done |= positions >= max_positions
     return dataclasses.replace(
         rows,
         logits=jnp.where(running[:, None], logits, rows.logits),
         positions=positions,
-        done=rows.done | done,
+        done=rows.done | is_end | (positions >= rows.max_positions),
+        sampling=with_answer(rows.sampling, token, running),
         not_finite=rows.not_finite + (running & ~is_finite(logits)),
     )
 
 
 @jax.jit
 def _last_logits(
-    model: Llama, rows: GenerationState, x: Float[Array, "B T W"], lengths: Int[Array, "B"]
+    model: Llama,
+    rows: GenerationState,
+    x: Float[Array, "B T W"],
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
 ) -> GenerationState:
     """Returns the rows, without caches, after a block of which each row has its first `lengths` tokens."""
     last = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
@@ -328,6 +363,7 @@ def _last_logits(
         not_finite=rows.not_finite + (has_tokens & ~is_finite(logits)),
         positions=rows.positions + lengths,
         done=rows.done & ~has_tokens,
+        sampling=with_prompt(rows.sampling, tokens, lengths),
     )
 
 

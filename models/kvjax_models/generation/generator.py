@@ -8,110 +8,124 @@ from typing import Any
 import jax
 import numpy as np
 from absl import logging
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
-from kvjax.budget import row_bytes
+from kvjax.budget import row_bytes, row_read_bytes
 from kvjax.cache import layer_policy
 from kvjax.messages import shorten
-from kvjax.policy import Policy, merge_requirements
+from kvjax.policy import Policy
 from kvjax.quantization import KVDtype
 from kvjax.spec import check_integer
 from kvjax_models import compile_cache
 from kvjax_models.generation import decode as decode_lib
 from kvjax_models.generation import prefill as prefill_lib
 from kvjax_models.generation import state as state_lib
-from kvjax_models.generation.decode import append_block, decode_block, score_block
-from kvjax_models.generation.prefill import PrefilledLayer, compress_layer, last_logits, prefill_layers
+from kvjax_models.generation.decode import Texts, append_block, decode_block, score_block
+from kvjax_models.generation.prefill import PrefilledLayer
+from kvjax_models.generation.prefill_together import prefill_for, prefill_together
 from kvjax_models.generation.rows import extend_rows, pad_prompts, trim_rows
-from kvjax_models.generation.sampling import Sampling
+from kvjax_models.generation.sampling import GREEDY, Sampling
 from kvjax_models.generation.sequence_parallel import chunk_size
 from kvjax_models.generation.state import GenerationState, check_faults, check_finite, commit_to_device, compact_layers
+from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
 from kvjax_models.sharding import mesh_of, replicate
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Generator:
-    """A model with a cache policy and fixed sizes, which creates and continues generation states.
+    """A model with cache policies and fixed sizes, which creates and continues generation states.
 
     A `GenerationState` is a pytree that can be forked, saved and continued with further prompts. States that a
     generator returns are settled: no tokens are staged between blocks.
+
+    Attributes:
+        model: the decoder. If its parameters are sharded on a mesh (`sharding.shard_model`), so are the caches.
+        policy: cache policy of all layers, or one per layer. Layers with a sliding window cache exactly their window
+            instead.
+        batch: number of batch rows.
+        max_prompt_tokens: maximum length of the first prompt.
+        max_new_tokens: maximum number of tokens after it, generated tokens and later prompts together.
+        eos: tokens that finish a sequence.
+        prefill_chunk: tokens per chunk of exact prefill; prompts are padded to a multiple of it.
+        streaming: whether the first prompt is appended in blocks like later ones, each attending to the compressed
+            cache. Memory is then independent of the prompt's length.
+        allow_beyond_context: whether sequences may exceed the model's context length, with a warning; otherwise they
+            are refused.
+        kv_dtype: quantization format of the caches (`kvjax.CacheSpec.kv_dtype`).
+        scorer: coefficients of predicted scores (`profile.Profile.scorer`), for policies that require them
+            (`kvjax.KVzap`); ignored for others. Its shape suffices for a generator that is only lowered.
+        context_tokens: maximum number of tokens of a sequence, also outside the caches; by default their capacity.
+        continues_texts: whether rows continue frozen texts, which the methods then take as `texts`. The caches hold
+            the up to `max_new_tokens` tokens after the texts, which have up to `max_prompt_tokens` tokens.
+
+    Raises:
+        ValueError: if an argument is invalid, a policy does not support streaming, or a policy requires predicted
+            scores and there is no scorer.
     """
 
-    def __init__(
-        self,
-        model: Llama,
-        policy: Policy | Sequence[Policy],
-        *,
-        batch: int,
-        max_prompt_tokens: int,
-        max_new_tokens: int,
-        sampling: Sampling | None = None,
-        eos: Sequence[int] = (),
-        prefill_chunk: int = 256,
-        streaming: bool = False,
-        allow_beyond_context: bool = False,
-        kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
-        scorer: Float[Array | np.ndarray, "L W+2 H_kv"] | None = None,
-    ):
-        """Creates a generator.
+    model: Llama
+    policy: Policy | Sequence[Policy]
+    _: dataclasses.KW_ONLY
+    batch: int
+    max_prompt_tokens: int
+    max_new_tokens: int
+    eos: Sequence[int] = ()
+    prefill_chunk: int = 256
+    streaming: bool = False
+    allow_beyond_context: bool = False
+    kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None
+    scorer: Float[Array | np.ndarray, "L W+2 H_kv"] | None = None
+    context_tokens: int = 0
+    continues_texts: bool = False
+    policies: tuple[Policy, ...] = dataclasses.field(init=False)  # of every layer
+    specs: tuple[kvjax.CacheSpec, ...] = dataclasses.field(init=False)  # of every layer
+    block_size: int = dataclasses.field(init=False)  # tokens between two compactions of all layers
 
-        Args:
-            model: the decoder. If its parameters are sharded on a mesh (`sharding.shard_model`), so are the caches.
-            policy: cache policy of all layers, or one per layer. Layers with a sliding window cache exactly their
-                window instead.
-            batch: number of batch rows.
-            max_prompt_tokens: maximum length of the first prompt.
-            max_new_tokens: maximum number of tokens after it, generated tokens and later prompts together.
-            sampling: sampling parameters; greedy by default.
-            eos: tokens that finish a sequence.
-            prefill_chunk: tokens per chunk of exact prefill; prompts are padded to a multiple of it.
-            streaming: whether the first prompt is appended in blocks like later ones, each attending to the compressed
-                cache. Memory is then independent of the prompt's length.
-            allow_beyond_context: whether sequences may exceed the model's context length, with a warning; otherwise
-                they are refused.
-            kv_dtype: quantization format of the caches (`kvjax.CacheSpec.kv_dtype`).
-            scorer: coefficients of predicted scores (`profile.Profile.scorer`), for policies that require them
-                (`kvjax.KVzap`); ignored for others. Its shape suffices for a generator that is only lowered.
+    def __post_init__(self) -> None:
+        def set_field(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
 
-        Raises:
-            ValueError: if an argument is invalid, a policy does not support streaming, or a policy requires predicted
-                scores and there is no scorer.
-        """
-        compile_cache.free_compiled_programs(_PROGRAMS)
-        config = model.config
-        for name, flag in (("streaming", streaming), ("allow_beyond_context", allow_beyond_context)):
-            if not isinstance(flag, bool):
+        for name in ("streaming", "allow_beyond_context", "continues_texts"):
+            if not isinstance(flag := getattr(self, name), bool):
                 raise ValueError(f"{name}={shorten(flag)} must be True or False")
-        if prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1 token")
-        self.model, self.config = model, config
-        self.sampling, self.eos, self.prefill_chunk = sampling or Sampling(), tuple(eos), prefill_chunk
-        self.streaming, self.allow_beyond_context = streaming, allow_beyond_context
-        self.kv_dtype = kv_dtype
-        self.mesh = mesh_of(model)
-        self.specs = state_lib.cache_specs(
-            model,
-            batch=batch,
-            max_prompt_tokens=max_prompt_tokens,
-            max_new_tokens=max_new_tokens,
-            streaming=streaming,
-            kv_dtype=kv_dtype,
+        if self.prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk={self.prefill_chunk} must be at least 1 token")
+        layers, policy = self.config.layers, self.policy
+        if not isinstance(policy, Policy) and len(policy) != layers:
+            raise ValueError(f"policy must be one policy, or one for each of {layers} layers, got {len(policy)}")
+        for name, minimum in (("batch", 1), ("max_prompt_tokens", 1), ("max_new_tokens", 0)):
+            set_field(name, check_integer(name, getattr(self, name), minimum))
+        set_field("eos", tuple(self.eos))
+        set_field("context_tokens", self.context_tokens or self.max_prompt_tokens + self.max_new_tokens)
+        specs = state_lib.cache_specs(
+            self.model,
+            batch=self.batch,
+            max_prompt_tokens=1 if self.continues_texts else self.max_prompt_tokens,
+            max_new_tokens=self.max_new_tokens,
+            streaming=self.streaming,
+            kv_dtype=self.kv_dtype,
+            context_tokens=self.context_tokens,
         )
-        # Integers of Python, which saves write as JSON; `cache_specs` has checked them.
-        self.batch, self.max_prompt_tokens, self.max_new_tokens = map(int, (batch, max_prompt_tokens, max_new_tokens))
-        policies = (policy,) * config.layers if isinstance(policy, Policy) else tuple(policy)
-        if len(policies) != config.layers:
-            raise ValueError(
-                f"policy must be one policy, or one for each of {config.layers} layers, got {len(policies)}"
-            )
-        self.policies = tuple(layer_policy(*layer) for layer in zip(policies, self.specs, strict=True))
-        if streaming and (unsupported := [policy for policy in self.policies if policy.requires.entire_prompt]):
+        policies = (policy,) * layers if isinstance(policy, Policy) else tuple(policy)
+        set_field("policies", tuple(layer_policy(*layer) for layer in zip(policies, specs, strict=True)))
+        if self.streaming and (unsupported := [one for one in self.policies if one.requires.entire_prompt]):
             raise ValueError(f"{unsupported[0]} compresses entire prompts; set streaming=False")
-        self.scorer = self._check_scorer(scorer)
-        # Tokens between two compactions of all layers.
-        self.block_size = min(self.specs[0].max_new_tokens, *(policy.compact_every for policy in self.policies))
-        self.specs = tuple(dataclasses.replace(spec, staging_slots=self.block_size) for spec in self.specs)
+        set_field("scorer", self._check_scorer(self.scorer))
+        set_field("block_size", min(specs[0].max_new_tokens, *(one.compact_every for one in self.policies)))
+        set_field("specs", tuple(dataclasses.replace(spec, staging_slots=self.block_size) for spec in specs))
+
+    @property
+    def config(self) -> LlamaConfig:
+        """Sizes of the model."""
+        return self.model.config
+
+    @functools.cached_property
+    def mesh(self) -> Mesh | None:
+        """The mesh of the model; None for a single device."""
+        return mesh_of(self.model)
 
     def _check_scorer(self, scorer: Any) -> Float[Array, "L W+2 H_kv"] | None:
         """Returns the scorer on the model's devices; None if no policy requires predicted scores."""
@@ -130,59 +144,82 @@ class Generator:
         return scorer if is_abstract else replicate(np.asarray(scorer, np.float32), self.mesh)
 
     def with_batch(self, batch: int) -> "Generator":
-        """Returns a copy with another batch size; rows of its states can be inserted into states of this generator.
-
-        Args:
-            batch: number of batch rows of the copy.
-
-        Returns:
-            The generator.
-        """
-        return Generator(
-            self.model,
-            self.policies,
-            batch=batch,
-            max_prompt_tokens=self.max_prompt_tokens,
-            max_new_tokens=self.max_new_tokens,
-            sampling=self.sampling,
-            eos=self.eos,
-            prefill_chunk=self.prefill_chunk,
-            streaming=self.streaming,
-            allow_beyond_context=self.allow_beyond_context,
-            kv_dtype=self.kv_dtype,
-            scorer=self.scorer,
-        )
+        """Returns a copy with another batch size; rows of its states can be inserted into states of this generator."""
+        return dataclasses.replace(self, batch=batch)
 
     @functools.cached_property
     def row_bytes(self) -> int:
         """Device bytes of the caches of one batch row, over all layers."""
         return sum(row_bytes(policy, spec) for policy, spec in zip(self.policies, self.specs, strict=True))
 
-    def init_state(self, seed: int = 0) -> GenerationState:
+    def cache_sizes(self, state: GenerationState) -> dict[str, int]:
+        """Returns the bytes of the caches of all rows, from shapes and dtypes.
+
+        Args:
+            state: a state.
+
+        Returns:
+            `cache_bytes` on the device, `host_bytes` in host memory, `read_bytes` of one decode step, and
+            `full_cache_bytes` of full bfloat16 caches of the same capacity.
+        """
+        held = kvjax.cache_bytes(state.layers)
+        return {
+            "cache_bytes": held.device,
+            "host_bytes": held.host,
+            "read_bytes": self._read_bytes,
+            "full_cache_bytes": self.batch * sum(spec.full_cache_bytes(spec.capacity) for spec in self.specs),
+        }
+
+    @functools.cached_property
+    def _read_bytes(self) -> int:
+        """Bytes of the caches that one decode step reads."""
+        layers = zip(self.policies, self.specs, strict=True)
+        return self.batch * sum(row_read_bytes(policy, spec) for policy, spec in layers)
+
+    def init_state(self, seed: int = 0, sampling: Sampling | Sequence[Sampling] = GREEDY) -> GenerationState:
         """Returns a state with empty caches.
 
         Args:
             seed: seed of sampling and of the policies; the random numbers of a row depend on the seed and its index.
+            sampling: parameters of sampling of all rows, or of each; greedy by default.
 
         Returns:
             The state.
+
+        Raises:
+            ValueError: if the seed is invalid, or there is not one value of `sampling` per row.
         """
-        seed_array = state_lib.check_seed(seed)
-        state = state_lib.init_state(self.policies, self.specs, self.config.vocab_size, self.mesh, seed_array)
+        samplings = [sampling] * self.batch if isinstance(sampling, Sampling) else list(sampling)
+        if len(samplings) != self.batch:
+            raise ValueError(f"sampling must have one value per row, got {len(samplings)} for {self.batch} rows")
+        state = state_lib.init_state(
+            self.policies,
+            self.specs,
+            self.config.vocab_size,
+            self.mesh,
+            state_lib.check_seed(seed),
+            samplings,
+            self.context_tokens,
+        )
         return state if self.mesh is None else state_lib.shard_on_mesh(state, self.mesh)
 
-    def reseed(self, state: GenerationState, seed: int) -> GenerationState:
+    def reseed(self, state: GenerationState, seed: int, sampling: Sampling | None = None) -> GenerationState:
         """Returns a state whose sampling continues as if it had been created with another seed.
 
         Args:
             state: a state, which may come from a generator with another batch size.
             seed: the seed. The randomness of the caches does not change.
+            sampling: new parameters of all rows, without earlier tokens for penalties; None keeps them.
         """
         keys = state_lib.row_keys(self.batch, state_lib.check_seed(seed))[1]
         key_data = replicate(np.asarray(jax.random.key_data(keys)), self.mesh)
-        return dataclasses.replace(state, sampling_keys=jax.random.wrap_key_data(key_data))
+        state = dataclasses.replace(state, sampling_keys=jax.random.wrap_key_data(key_data))
+        if sampling is None:
+            return state
+        placed = state_lib.place_sampling([sampling] * self.batch, self.config.vocab_size, self.mesh)
+        return dataclasses.replace(state, sampling=placed)
 
-    def prefill(self, state: GenerationState, prompts: Sequence[Sequence[int]]) -> GenerationState:
+    def prefill(self, state: GenerationState, prompts: Sequence[Sequence[int]], texts: Texts = None) -> GenerationState:
         """Processes one prompt per row.
 
         The first prompts are processed with exact attention, and each layer's cache is compressed before the next layer
@@ -192,126 +229,96 @@ class Generator:
         Args:
             state: state before the prompts; its buffers are donated.
             prompts: token ids of each row.
+            texts: the frozen texts that the rows continue, if `continues_texts`.
 
         Returns:
             The state after the prompts.
         """
-        *_, new_state = self.prefill_steps(state, prompts)
+        *_, new_state = self.prefill_steps(state, prompts, texts)
         assert new_state is not None
         return new_state
 
     def prefill_steps(
-        self, state: GenerationState, prompts: Sequence[Sequence[int]], *, shared_lengths: bool = False
+        self,
+        state: GenerationState,
+        prompts: Sequence[Sequence[int]],
+        texts: Texts = None,
+        *,
+        shared_lengths: bool = False,
     ) -> Iterator[GenerationState | None]:
         """Processes prompts like `prefill` in steps, between which the caller can do other work.
 
         Args:
             state: state before the prompts; its buffers are donated.
             prompts: token ids of each row.
+            texts: as for `prefill`.
             shared_lengths: whether exact prefill pads prompts to lengths of `compile_cache.length_bucket`, so that all
                 lengths need few compiled programs.
 
         Yields:
             None after every step, which is a layer of exact prefill or an appended block; finally the state.
         """
-        if not self.streaming and not np.asarray(state.positions).any():
-            yield from self._prefill_exactly(state, prompts, shared_lengths)
+        compile_cache.free_compiled_programs(_PROGRAMS)
+        if not (self.streaming or self.continues_texts or np.asarray(state.positions).any()):
+            for states in prefill_together([self], [state], prompts, shared_lengths=shared_lengths):
+                yield states and states[0]
             return
         tokens, lengths = self._pad_to_blocks(state, prompts)
         state = commit_to_device(state, self.mesh)
         for block, count in self._blocks(tokens, lengths):
-            state = compact_layers(append_block(self.model, self.mesh, state, block, count))
+            state = compact_layers(append_block(self.model, self.mesh, state, block, count, texts))
             yield None
         check_faults(state, self.mesh)
         yield state
 
-    def _prefill_exactly(
-        self, state: GenerationState, prompts: Sequence[Sequence[int]], shared_lengths: bool
-    ) -> Iterator[GenerationState | None]:
-        """Processes first prompts with exact attention and compresses each layer.
-
-        Yields:
-            None after every layer; finally the state.
-        """
-        layers, lengths = self.prefilled_layers(prompts, shared_lengths=shared_lengths)
-        caches, layer_carry = [], None
-        for cache, layer in zip(state.layers, layers, strict=True):
-            cache, counters, layer_carry = compress_layer(cache, state.counters, layer, lengths, layer_carry)
-            caches.append(cache)
-            yield None
-        logits = last_logits(self.model, layer.x, lengths)
-        yield state_lib.shard_state(state_lib.finish_prefill(state, caches, counters, logits, lengths), self.mesh)
-
     def prefilled_layers(
         self, prompts: Sequence[Sequence[int]], *, shared_lengths: bool = False
-    ) -> tuple[Iterator[PrefilledLayer], Int[Array, "B"]]:
-        """Computes first prompts layer by layer with exact attention, and with the inputs that the policies require.
-
-        Args:
-            prompts: token ids of each row.
-            shared_lengths: as for `prefill_steps`.
-
-        Returns:
-            An iterator over the results of the layers, and the lengths of the prompts.
-
-        Raises:
-            ValueError: if a prompt is too long.
-        """
-        longest = max(map(len, prompts), default=0)
-        if longest > self.max_prompt_tokens:
-            raise ValueError(f"a prompt of {longest} tokens exceeds max_prompt_tokens={self.max_prompt_tokens}")
-        self._check_context(longest)
-        bucket_size = len(compile_cache.length_bucket(longest)) if shared_lengths else 1
-        multiple = self.padding_multiple(longest)
-        tokens, row_lengths = self.pad(prompts, -(-bucket_size // multiple) * multiple)
-        lengths = replicate(row_lengths, self.mesh)
-        num_queries = [policy.requires.num_prompt_queries(tokens.shape[1]) for policy in self.policies]
-        repeat, capacity = merge_requirements(self.policies).repetition, self.specs[0].capacity
-        layers = prefill_layers(
-            self.model, tokens, lengths, self.prefill_chunk, num_queries, repeat, capacity, self.scorer
-        )
-        return layers, lengths
+    ) -> tuple[Iterator[PrefilledLayer], Int[Array, "B N"], Int[Array, "B"]]:
+        """Computes first prompts layer by layer with exact attention; see `prefill_together.prefill_for`."""
+        return prefill_for([self], prompts, shared_lengths=shared_lengths)
 
     def score(
-        self, state: GenerationState, texts: Sequence[Sequence[int]]
+        self, state: GenerationState, prompts: Sequence[Sequence[int]], texts: Texts = None
     ) -> tuple[GenerationState, list[Float[np.ndarray, "T"]]]:
         """Appends one text per row like a later prompt and scores its tokens; see `score_greedy`.
 
         Args:
-            state: state before the texts; its buffers are donated.
-            texts: token ids of each row.
+            state: state before the prompts; its buffers are donated.
+            prompts: token ids of each row.
+            texts: as for `prefill`.
 
         Returns:
-            The state after the texts, and the natural log-probability of each token, float32.
+            The state after the prompts, and the natural log-probability of each token, float32.
         """
-        state, log_probs, _ = self.score_greedy(state, texts)
+        state, log_probs, _ = self.score_greedy(state, prompts, texts)
         return state, log_probs
 
     def score_greedy(
-        self, state: GenerationState, texts: Sequence[Sequence[int]]
+        self, state: GenerationState, prompts: Sequence[Sequence[int]], texts: Texts = None
     ) -> tuple[GenerationState, list[Float[np.ndarray, "T"]], list[Bool[np.ndarray, "T"]]]:
-        """Scores texts like `score`, and compares them with greedy decoding.
+        """Scores prompts like `score`, and compares them with greedy decoding.
 
         Args:
-            state: state before the texts; its buffers are donated. If it is empty, the first token has no context and
-                is scored under uniform logits.
-            texts: token ids of each row.
+            state: state before the prompts; its buffers are donated. If it is empty, the first token has no context
+                and is scored under uniform logits.
+            prompts: token ids of each row.
+            texts: as for `prefill`.
 
         Returns:
-            The state after the texts, the log-probability of each token, and whether it was the most likely one.
+            The state after the prompts, the log-probability of each token, and whether it was the most likely one.
 
         Raises:
             ValueError: if the state is empty and the generator is not streaming.
         """
-        if not self.streaming and not np.asarray(state.positions).any():
+        if not (self.streaming or self.continues_texts or np.asarray(state.positions).any()):
             raise ValueError(
                 "scoring appends to a cache; prefill a prompt first, or create the generator with streaming"
             )
-        tokens, lengths = self._pad_to_blocks(state, texts)
+        tokens, lengths = self._pad_to_blocks(state, prompts)
         state = commit_to_device(state, self.mesh)
         blocks = []
         for block, count in self._blocks(tokens, lengths):
-            state, *scores = score_block(self.model, self.mesh, state, block, count)
+            state, *scores = score_block(self.model, self.mesh, state, block, count, texts)
             blocks.append(scores)
             state = compact_layers(state)
         check_faults(state, self.mesh)
@@ -327,6 +334,7 @@ class Generator:
         stream_interval: int | None = None,
         *,
         compact_last: bool = True,
+        texts: Texts = None,
     ) -> Iterator[tuple[GenerationState, np.ndarray]]:
         """Generates up to `max_tokens` tokens per row, block by block.
 
@@ -340,6 +348,7 @@ class Generator:
                 but states are settled only at the end of a block.
             compact_last: whether to compact the tokens of the last block. False saves time, often that of compiling
                 the compaction, if the last state is not used any more.
+            texts: as for `prefill`.
 
         Yields:
             The state and the new tokens, int32 [B, n], with `NO_TOKEN` after the end of a sequence. Only the newest
@@ -356,7 +365,7 @@ class Generator:
         total = in_block = 0
         while total < max_tokens and not np.asarray(state.done).all():
             steps = min(stream_interval or self.block_size, self.block_size - in_block, max_tokens - total)
-            state, tokens = decode_block(self.model, self.mesh, self.sampling, self.eos, self.block_size, state, steps)
+            state, sampled = decode_block(self.model, self.mesh, self.eos, self.block_size, state, steps, texts)
             total, in_block = total + steps, in_block + steps
             check_finite(state)
             is_last = total == max_tokens or bool(np.asarray(state.done).all())
@@ -365,10 +374,10 @@ class Generator:
             elif is_last or in_block == self.block_size:
                 state, in_block = compact_layers(state), 0
                 check_faults(state, self.mesh)
-            yield state, tokens
+            yield state, sampled.token
 
     def decode_all(
-        self, state: GenerationState, max_tokens: int, *, compact_last: bool = True
+        self, state: GenerationState, max_tokens: int, *, compact_last: bool = True, texts: Texts = None
     ) -> tuple[list[list[int]], GenerationState]:
         """Generates like `decode` to the end.
 
@@ -376,12 +385,13 @@ class Generator:
             state: state after a prompt; its buffers are donated.
             max_tokens: maximum number of new tokens per row.
             compact_last: as for `decode`.
+            texts: as for `prefill`.
 
         Returns:
             The new tokens of each row, including an end-of-text token, and the state after them.
         """
         rows: list[list[int]] = [[] for _ in range(self.batch)]
-        for new_state, tokens in self.decode(state, max_tokens, compact_last=compact_last):
+        for new_state, tokens in self.decode(state, max_tokens, compact_last=compact_last, texts=texts):
             state = new_state
             extend_rows(rows, tokens)
         kvjax.raise_faults(state)
@@ -407,9 +417,9 @@ class Generator:
                 f"a sequence of {needed} tokens exceeds max_prompt_tokens + max_new_tokens = "
                 f"{self.max_prompt_tokens} + {self.max_new_tokens}"
             )
-        self._check_context(needed)
+        self.check_context(needed)
 
-    def _check_context(self, tokens: int) -> None:
+    def check_context(self, tokens: int) -> None:
         """Checks a sequence against the model's context length, beyond which its output is meaningless.
 
         Raises:
@@ -461,6 +471,7 @@ def generate(
     *,
     max_new_tokens: int,
     seed: int = 0,
+    sampling: Sampling = GREEDY,
     **options: Any,
 ) -> tuple[list[list[int]], GenerationState]:
     """Continues prompts with a new `Generator`, whose compiled programs prompts of similar length share.
@@ -471,6 +482,7 @@ def generate(
         prompts: token ids of each row.
         max_new_tokens: maximum number of new tokens per row.
         seed: seed of sampling and of the policy's randomness.
+        sampling: parameters of sampling; greedy by default.
         **options: further arguments of `Generator`.
 
     Returns:
@@ -484,7 +496,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         **options,
     )
-    return generator.decode_all(generator.prefill(generator.init_state(seed), prompts), max_new_tokens)
+    return generator.decode_all(generator.prefill(generator.init_state(seed, sampling), prompts), max_new_tokens)
 
 
 _PROGRAMS = (*state_lib.PROGRAMS, *decode_lib.PROGRAMS, *prefill_lib.PROGRAMS)

@@ -1,35 +1,59 @@
-"""Chooses next tokens from logits: greedily, or randomly with temperature, top-k and top-p, with one key per batch row.
+"""Chooses next tokens from logits, with parameters and a random key for every batch row.
+
+Parameters are arrays over the rows of a batch, so that requests with different ones share a compiled program. A row's
+token depends on its own logits, parameters and key alone, whatever the other rows ask for.
 
 A row of NaN has no valid token, but argmax returns one. A generation loop therefore calls `is_finite` at every step,
-accumulates the result in its state, and raises an error when it reads the state on the host:
-
-    failed = failed | ~is_finite(logits)
-    tokens = sample(logits, keys, sampling)
+accumulates the result in its state, and raises an error when it reads the state on the host.
 """
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from kvjax.messages import shorten
+from kvjax.spec import is_number
+from kvjax.state import state
+
 MIN_TEMPERATURE = 1e-30  # far above the smallest float32 numbers, which devices flush to zero
+MAX_LOGPROBS = 20  # most likely tokens whose log-probabilities a request may ask for, as in OpenAI's interface
+_MAX_PENALTY = 2.0  # of presence and frequency, as in OpenAI's interface
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters; hashable, so they can be a static argument of a jitted function.
+    """How the tokens of a sequence are chosen.
+
+    Penalties change the logits first, then temperature, top_k, top_p and min_p apply in this order, as in transformers.
+    Among equal logits, the smaller token id counts as more likely, so that top_k keeps exactly k tokens.
 
     Attributes:
         temperature: divisor of the logits; 0 selects the most likely token and needs no randomness.
         top_k: sample among the k most likely tokens; None: all.
-        top_p: sample among the smallest set of most likely tokens whose probability reaches p, after top_k; None: all.
+        top_p: sample among the smallest set of most likely tokens whose probability reaches p; None: all.
+        min_p: sample among the tokens with at least p times the probability of the most likely one; None: all.
+        repetition_penalty: divisor of positive logits, and factor of negative ones, of tokens that occur in the prompt
+            or the answer (Keskar et al. 2019); 1: none.
+        presence_penalty: subtracted from the logits of tokens that occur in the answer, -2 to 2.
+        frequency_penalty: subtracted for every occurrence in the answer, -2 to 2.
+        logprobs: number of most likely tokens, up to 20, whose log-probabilities are returned with that of each new
+            token, before penalties and temperature; None: no log-probabilities.
     """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         """Checks the parameters.
@@ -37,56 +61,161 @@ class Sampling:
         Raises:
             ValueError: if one is invalid.
         """
-        if not (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf):
-            raise ValueError(
-                f"temperature={self.temperature} must be 0 (greedy), or finite and at least {MIN_TEMPERATURE}"
-            )
-        if self.top_k is not None and (
-            isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 1
+        if not is_number(self.temperature) or not (
+            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf
         ):
-            raise ValueError(f"top_k={self.top_k} must be an integer of at least 1, or None for all tokens")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be greater than 0 and at most 1, or None for all tokens")
+            raise ValueError(
+                f"temperature={shorten(self.temperature)} must be 0 (greedy), or finite and at least {MIN_TEMPERATURE}"
+            )
+        if self.top_k is not None and not (_is_integer(self.top_k) and self.top_k >= 1):
+            raise ValueError(f"top_k={shorten(self.top_k)} must be an integer of at least 1, or None for all tokens")
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not (is_number(value) and 0 < value <= 1):
+                raise ValueError(
+                    f"{name}={shorten(value)} must be greater than 0 and at most 1, or None for all tokens"
+                )
+        if not (is_number(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise ValueError(
+                f"repetition_penalty={shorten(self.repetition_penalty)} must be greater than 0; 1 is no penalty"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            if not (is_number(value) and abs(value) <= _MAX_PENALTY):
+                raise ValueError(f"{name}={shorten(value)} must be between -{_MAX_PENALTY:g} and {_MAX_PENALTY:g}")
+        if self.logprobs is not None and not (_is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS):
+            raise ValueError(
+                f"logprobs={shorten(self.logprobs)} must be an integer from 0 to {MAX_LOGPROBS}, or None for none"
+            )
 
 
-def sample(logits: Float[Array, "B V"], keys: Key[Array, "B"] | None, sampling: Sampling) -> Int[Array, "B"]:
-    """Samples one token per row; the token of a row depends only on its logits and its key.
+GREEDY = Sampling()
 
-    Temperature, top-k and top-p are applied in this order, as in transformers. Among equal logits, the smaller token id
-    counts as more likely, so that top-k keeps exactly k tokens (transformers keeps all ties with the last one).
+
+class SamplingOptions(TypedDict, total=False):
+    """The parameters of `Sampling`, as options of a function."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logprobs: int | None
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+@state
+class RowSampling:
+    """The parameters of all rows, and the tokens that penalties refer to."""
+
+    temperature: Float[Array, "B"]
+    top_k: Int[Array, "B"]  # int32; 0: all
+    top_p: Float[Array, "B"]  # 1: all
+    min_p: Float[Array, "B"]  # 0: all
+    repetition_penalty: Float[Array, "B"]
+    presence_penalty: Float[Array, "B"]
+    frequency_penalty: Float[Array, "B"]
+    logprobs: Int[Array, "B"]  # int32; -1: none
+    in_prompt: Bool[Array, "B V"]  # tokens that occur in the prompt
+    counts: Int[Array, "B V"]  # int32, how often each token occurs in the answer
+
+
+def row_sampling(samplings: Sequence[Sampling], vocab_size: int) -> RowSampling:
+    """Returns the parameters of rows without tokens.
+
+    Args:
+        samplings: parameters of each row.
+        vocab_size: size of the vocabulary.
+
+    Returns:
+        The parameters, as NumPy arrays.
+    """
+
+    def column(name: str, default: float, dtype: type = np.float32) -> np.ndarray:
+        values = (getattr(one, name) for one in samplings)
+        return np.array([default if value is None else value for value in values], dtype)
+
+    shape = (len(samplings), vocab_size)
+    return RowSampling(
+        temperature=column("temperature", 0),
+        top_k=np.minimum(column("top_k", 0, np.int64), vocab_size).astype(np.int32),
+        top_p=column("top_p", 1),
+        min_p=column("min_p", 0),
+        repetition_penalty=column("repetition_penalty", 1),
+        presence_penalty=column("presence_penalty", 0),
+        frequency_penalty=column("frequency_penalty", 0),
+        logprobs=column("logprobs", -1, np.int32),
+        in_prompt=np.zeros(shape, bool),
+        counts=np.zeros(shape, np.int32),
+    )
+
+
+def with_prompt(sampling: RowSampling, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]) -> RowSampling:
+    """Returns the parameters after tokens of the prompt, the first `lengths[b]` of row b."""
+    vocab_size = sampling.in_prompt.shape[1]
+    tokens = jnp.where(jnp.arange(tokens.shape[1]) < lengths[:, None], tokens, vocab_size)
+    in_prompt = jax.vmap(lambda row, tokens: row.at[tokens].set(True, mode="drop"))(sampling.in_prompt, tokens)
+    return dataclasses.replace(sampling, in_prompt=in_prompt)
+
+
+def with_answer(sampling: RowSampling, token: Int[Array, "B"], running: Bool[Array, "B"]) -> RowSampling:
+    """Returns the parameters after a token of the answers of running rows."""
+    rows = jnp.arange(len(token))
+    return dataclasses.replace(sampling, counts=sampling.counts.at[rows, token].add(running.astype(jnp.int32)))
+
+
+class SampledTokens(NamedTuple):
+    """The tokens of one step, with the log-probabilities that rows ask for and zeros elsewhere.
+
+    Attributes:
+        token: int32 token ids.
+        logprob: float32 log-probability of each token.
+        top_tokens: int32 ids of the `MAX_LOGPROBS` most likely tokens, or of all tokens of a smaller vocabulary.
+        top_logprobs: their float32 log-probabilities.
+    """
+
+    token: Int[Array, "B"]
+    logprob: Float[Array, "B"]
+    top_tokens: Int[Array, "B K"]
+    top_logprobs: Float[Array, "B K"]
+
+
+def sample(logits: Float[Array, "B V"], keys: Key[Array, "B"], sampling: RowSampling) -> SampledTokens:
+    """Samples one token per row.
 
     Args:
         logits: finite logits of any float dtype (see `is_finite`); computed in float32.
-        keys: one typed key per row (`jax.random.key`), new for every step; may be None for greedy sampling.
-        sampling: sampling parameters, static under jit.
+        keys: one typed key per row (`jax.random.key`), new for every step.
+        sampling: parameters of the rows.
 
     Returns:
-        Token ids, int32.
+        The tokens.
 
     Raises:
         ValueError: if shapes or dtypes of logits and keys are invalid.
     """
     if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"logits must be floats of shape [B, V], got {logits.dtype}{list(logits.shape)}")
-    if sampling.temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if keys is None or not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.shape != logits.shape[:1]:
-        actual = None if keys is None else f"{keys.dtype}{list(keys.shape)}"
+    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.shape != logits.shape[:1]:
         raise ValueError(
-            f"keys must be {logits.shape[0]} typed keys, one per row (jax.random.split(key, B)), got {actual}"
+            f"keys must be {logits.shape[0]} typed keys, one per row (jax.random.split(key, B)), got "
+            f"{keys.dtype}{list(keys.shape)}"
         )
-
-    scaled = logits.astype(jnp.float32)
-    # Relative to the maximum: at low temperatures the logits themselves would overflow.
-    scaled = (scaled - jnp.max(scaled, axis=-1, keepdims=True)) / sampling.temperature
-    top_p = 1.0 if sampling.top_p is None else sampling.top_p
-    if sampling.top_k is None and top_p == 1:
-        return _categorical(keys, scaled)
-    # Chosen among sorted candidates, which avoids a scatter over the vocabulary.
-    candidates, tokens = jax.lax.top_k(scaled, min(sampling.top_k or scaled.shape[1], scaled.shape[1]))
-    if top_p < 1:
-        candidates = jnp.where(_nucleus(candidates, top_p), candidates, -jnp.inf)
-    return jnp.take_along_axis(tokens, _categorical(keys, candidates)[:, None], axis=1)[:, 0]
+    logits = logits.astype(jnp.float32)
+    # Conditionals, because passes over the vocabulary and above all the sort cost time that most steps do not need.
+    penalizes = (
+        (sampling.presence_penalty != 0) | (sampling.frequency_penalty != 0) | (sampling.repetition_penalty != 1)
+    )
+    scores = jax.lax.cond(jnp.any(penalizes), _penalize, lambda logits, _: logits, logits, sampling)
+    draws = sampling.temperature > 0
+    token = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    token = jax.lax.cond(jnp.any(draws), lambda: jnp.where(draws, _draw(scores, keys, sampling), token), lambda: token)
+    return SampledTokens(token, *_log_probabilities(logits, token, sampling.logprobs >= 0))
 
 
 def is_finite(logits: Float[Array, "B V"]) -> Bool[Array, "B"]:
@@ -94,15 +223,57 @@ def is_finite(logits: Float[Array, "B V"]) -> Bool[Array, "B"]:
     return jnp.isfinite(logits).all(axis=-1)
 
 
-def _nucleus(logits: Float[Array, "B K"], top_p: float) -> Bool[Array, "B K"]:
-    """Returns which tokens top-p keeps, given logits in descending order; includes the token that crosses p.
+def _penalize(logits: Float[Array, "B V"], sampling: RowSampling) -> Float[Array, "B V"]:
+    """Applies the penalties."""
+    factor = sampling.repetition_penalty[:, None]
+    occurs = sampling.counts > 0
+    repeated = jnp.where(logits > 0, logits / factor, logits * factor)
+    logits = jnp.where(sampling.in_prompt | occurs, repeated, logits)
+    return (
+        logits
+        - sampling.presence_penalty[:, None] * occurs
+        - sampling.frequency_penalty[:, None] * sampling.counts.astype(jnp.float32)
+    )
 
-    Reference:
-        Holtzman et al. 2020, section 3.1.
-    """
-    probabilities = jax.nn.softmax(logits, axis=-1)
-    return jnp.cumsum(probabilities, axis=-1) - probabilities < top_p
+
+def _draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], sampling: RowSampling) -> Int[Array, "B"]:
+    """Draws a token of every row, whose temperature may be 0 if the result is not used."""
+    temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    # Relative to the maximum: at low temperatures the logits themselves would overflow.
+    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
+    restricts = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    scaled = jax.lax.cond(jnp.any(restricts), _keep_most_likely, lambda scaled, _: scaled, scaled, sampling)
+    return jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)
 
 
-def _categorical(keys: Key[Array, "B"], logits: Float[Array, "B K"]) -> Int[Array, "B"]:
-    return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+def _keep_most_likely(scaled: Float[Array, "B V"], sampling: RowSampling) -> Float[Array, "B V"]:
+    """Replaces all logits by -inf but those that top_k, top_p and min_p keep; each keeps the n most likely tokens."""
+    ordered = -jnp.sort(-scaled, axis=-1)
+    rank = jnp.arange(scaled.shape[1])
+    top_k = jnp.where(sampling.top_k > 0, sampling.top_k, scaled.shape[1])[:, None]
+    probability = jax.nn.softmax(jnp.where(rank < top_k, ordered, -jnp.inf), axis=-1)
+    # The nucleus includes the token that crosses p (Holtzman et al. 2020, section 3.1).
+    kept = (rank < top_k) & (jnp.cumsum(probability, axis=-1) - probability < sampling.top_p[:, None])
+    kept &= ordered >= jnp.log(sampling.min_p)[:, None]
+    count = jnp.maximum(jnp.sum(kept, axis=-1, keepdims=True), 1)
+    smallest = jnp.take_along_axis(ordered, count - 1, axis=-1)
+    above, equal = scaled > smallest, scaled == smallest
+    first_equal = jnp.cumsum(equal, axis=-1) <= count - jnp.sum(above, axis=-1, keepdims=True)
+    return jnp.where(above | (equal & first_equal), scaled, -jnp.inf)
+
+
+def _log_probabilities(
+    logits: Float[Array, "B V"], token: Int[Array, "B"], wanted: Bool[Array, "B"]
+) -> tuple[Float[Array, "B"], Int[Array, "B K"], Float[Array, "B K"]]:
+    """Returns log-probabilities as in `SampledTokens`."""
+    batch, count = len(token), min(MAX_LOGPROBS, logits.shape[1])
+
+    def compute() -> tuple[Array, Array, Array]:
+        log_probs = jax.nn.log_softmax(logits, axis=-1)
+        values, tokens = jax.lax.top_k(log_probs, count)
+        return jnp.take_along_axis(log_probs, token[:, None], axis=-1)[:, 0], tokens.astype(jnp.int32), values
+
+    def skip() -> tuple[Array, Array, Array]:
+        return jnp.zeros(batch), jnp.zeros((batch, count), jnp.int32), jnp.zeros((batch, count))
+
+    return jax.lax.cond(jnp.any(wanted), compute, skip)

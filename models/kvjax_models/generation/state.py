@@ -18,10 +18,10 @@ from kvjax.messages import shorten
 from kvjax.policy import Policy
 from kvjax.quantization import KVDtype
 from kvjax.shared.staging import Counters
-from kvjax.state import count_row_faults, fault, row_randomness, state
-from kvjax_models.generation.sampling import is_finite
+from kvjax.state import count_row_faults, fault, row_randomness, state, static
+from kvjax_models.generation.sampling import RowSampling, Sampling, is_finite, row_sampling, with_prompt
 from kvjax_models.model.llama import Llama
-from kvjax_models.sharding import constrain_replicated, constrain_to_batch
+from kvjax_models.sharding import constrain_replicated, constrain_to_batch, replicate
 
 
 @state
@@ -36,8 +36,11 @@ class GenerationState:
         logits: logits of the next token, float32.
         positions: number of tokens of each sequence so far, int32.
         done: whether the sequence is finished.
+        max_positions: number of tokens with which a sequence is finished, int32.
+        sampling: parameters of sampling.
         sampling_keys: random keys of the next sample.
         not_finite: fault counter of steps whose logits were not finite.
+        context_tokens: maximum number of tokens of a sequence, on which some rotary embeddings depend.
     """
 
     layers: tuple[Any, ...]
@@ -45,8 +48,11 @@ class GenerationState:
     logits: Float[Array, "B V"]
     positions: Int[Array, "B"]
     done: Bool[Array, "B"]
+    max_positions: Int[Array, "B"]
+    sampling: RowSampling
     sampling_keys: Key[Array, "B"] = row_randomness()
     not_finite: Int[Array, "B"] = fault("steps had logits that are NaN or infinite")
+    context_tokens: int = static(default=0)
 
 
 def cache_specs(
@@ -57,6 +63,7 @@ def cache_specs(
     max_new_tokens: int,
     streaming: bool = False,
     kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
+    context_tokens: int | None = None,
 ) -> tuple[kvjax.CacheSpec, ...]:
     """Returns the cache spec of every layer.
 
@@ -67,8 +74,10 @@ def cache_specs(
         max_new_tokens: maximum number of tokens after it.
         streaming: whether the prompt is appended in blocks; its tokens then count as new ones.
         kv_dtype: quantization format of the caches (`kvjax.CacheSpec.kv_dtype`).
+        context_tokens: maximum number of tokens of a sequence, also outside these caches; by default their capacity.
     """
     config = model.config
+    context_tokens = max_prompt_tokens + max_new_tokens if context_tokens is None else context_tokens
     if streaming:
         max_prompt_tokens, max_new_tokens = 1, max_prompt_tokens + max_new_tokens
     return tuple(
@@ -83,7 +92,7 @@ def cache_specs(
             kv_dtype=kv_dtype,
             window=config.window(number),
             logit_cap=config.attention_logit_cap,
-            rope_frequencies=config.rotary(number, max_prompt_tokens + max_new_tokens).frequencies,
+            rope_frequencies=config.rotary(number, context_tokens).frequencies,
             layer=number,
             layers=config.layers,
         )
@@ -97,6 +106,8 @@ def init_state(
     vocab_size: int,
     mesh: Mesh | None,
     seed: np.uint32,
+    samplings: Sequence[Sampling],
+    context_tokens: int,
 ) -> GenerationState:
     """Creates a state with empty caches; layers with equal caches share one compiled program.
 
@@ -106,6 +117,8 @@ def init_state(
         vocab_size: size of the vocabulary.
         mesh: mesh of the caches.
         seed: seed of the random keys.
+        samplings: parameters of sampling of every row.
+        context_tokens: maximum number of tokens of a sequence.
 
     Returns:
         The state.
@@ -114,8 +127,21 @@ def init_state(
     return GenerationState(
         layers=tuple(cache for cache, _ in layers),
         counters=layers[-1][1],
+        sampling=place_sampling(samplings, vocab_size, mesh),
+        context_tokens=context_tokens,
         **_init_rows(specs[0].batch, vocab_size, mesh, seed),
     )
+
+
+def place_sampling(samplings: Sequence[Sampling], vocab_size: int, mesh: Mesh | None) -> RowSampling:
+    """Returns parameters of sampling on the devices of a state.
+
+    Args:
+        samplings: parameters of every row.
+        vocab_size: size of the vocabulary.
+        mesh: mesh of the state.
+    """
+    return jax.tree.map(lambda x: replicate(x, mesh), row_sampling(samplings, vocab_size))
 
 
 def init_layers(
@@ -169,6 +195,7 @@ def _init_rows(batch: int, vocab_size: int, mesh: Mesh | None, seed: Int[Array, 
         "logits": jnp.zeros((batch, vocab_size), jnp.float32),
         "positions": jnp.zeros(batch, jnp.int32),
         "done": jnp.zeros(batch, bool),
+        "max_positions": jnp.full(batch, jnp.iinfo(jnp.int32).max),
         "sampling_keys": row_keys(batch, seed)[1],
         "not_finite": jnp.zeros(batch, jnp.int32),
     }
@@ -207,6 +234,7 @@ def finish_prefill(
     caches: Sequence[kvjax.Cache],
     counters: Counters,
     logits: Float[Array, "B V"],
+    tokens: Int[Array, "B N"],
     lengths: Int[Array, "B"],
 ) -> GenerationState:
     """Returns the state after prefill, with its own buffers because decoding donates them.
@@ -216,6 +244,7 @@ def finish_prefill(
         caches: caches with the prompts.
         counters: their counters.
         logits: logits after each prompt's last token.
+        tokens: padded tokens of the prompts.
         lengths: lengths of the prompts.
     """
     return dataclasses.replace(
@@ -224,8 +253,12 @@ def finish_prefill(
         counters=counters,
         logits=jnp.copy(logits),
         positions=jnp.copy(lengths),
+        sampling=_with_prompt(state.sampling, tokens, lengths),
         not_finite=state.not_finite + ~is_finite(logits),
     )
+
+
+_with_prompt = jax.jit(with_prompt, donate_argnames=("sampling",))
 
 
 def compact_layers(state: GenerationState) -> GenerationState:
@@ -285,8 +318,9 @@ def state_shardings(state: GenerationState, mesh: Mesh | None) -> GenerationStat
     if mesh is None:
         return None
     replicated: Any = NamedSharding(mesh, PartitionSpec())
-    names = ("positions", "done", "sampling_keys", "not_finite")
-    return dataclasses.replace(shardings(state, mesh), **dict.fromkeys(names, replicated))
+    names = ("positions", "done", "max_positions", "sampling_keys", "not_finite")
+    sampling = jax.tree.map(lambda _: replicated, state.sampling)
+    return dataclasses.replace(shardings(state, mesh), sampling=sampling, **dict.fromkeys(names, replicated))
 
 
 def constrain_state(state: GenerationState, mesh: Mesh | None) -> GenerationState:

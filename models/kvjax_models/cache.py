@@ -1,0 +1,530 @@
+"""A language model with a KV cache policy: generates text, and reads texts that answer many questions.
+
+    cache = llm.cache("auto", "25%")
+    cache.generate("Once upon a time", max_new_tokens=64, temperature=0.7)
+    document = cache.read(text)
+    document.ask("What happened to the ship?")
+
+Sizes of buffers are resolved where lengths are known: in `generate`, in `read` and in `engine`.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Unpack
+
+import kvjax
+from kvjax.budget import Budget, format_bytes
+from kvjax.messages import shorten
+from kvjax.policy import Policy
+from kvjax.quantization import KVDtype
+from kvjax.registry import AnyPolicy, resolve_policy
+from kvjax.spec import check_integer
+from kvjax_models import compile_cache
+from kvjax_models.document import Document, freeze_layers
+from kvjax_models.engine import Engine, seed_of_prompt
+from kvjax_models.generation.auto_policy import Heads, resolve_auto, resolve_windows
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.prefill_together import prefill_together
+from kvjax_models.generation.sampling import Sampling, SamplingOptions
+from kvjax_models.generation.state import cache_specs
+from kvjax_models.prompts import Message, Prompt, TemplateOptions, as_prompts, check_prompt, is_prompt, render_context
+from kvjax_models.usage import Collector, Completion, collect
+
+if TYPE_CHECKING:
+    from kvjax_models.language_model import LanguageModel
+
+KVDtypes = KVDtype | tuple[KVDtype, KVDtype] | None  # of keys and values together, or of each
+
+MAX_ROWS = 2**16  # of a batch; far above what any device holds
+EXACT_TAIL_TOKENS = 4096  # tails of documents hold all their tokens up to this capacity
+_TAIL_BLOCK = 64  # tokens of a question per block, and between two compactions of a tail
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CachedModel:
+    """A model with the options of its KV cache; `LanguageModel.cache` makes one.
+
+    Attributes:
+        llm: the model and its tokenizer.
+        policy: cache policy: "auto" (see `generation.auto_policy`), the name of another one ("snapkv"), a class
+            (`kvjax.SnapKV`) or a policy.
+        budget: size of the cache of one sequence: a share of a full bfloat16 cache ("25%"), bytes ("64MiB") or slots
+            per KV head (1024); None if the policy has a budget or takes none. For `generate`, a share is of the full
+            cache after the last new token; for a document, of its text's full cache. Layers with a sliding window
+            cache exactly their window; their bytes count only in a budget in bytes.
+        kv_dtype: quantization format of the cache: "int8", "fp8", "int4", "int3", "int2", a pair for keys and values,
+            or "bfloat16"; the dtype of the model by default.
+        heads: budgets of the KV heads: "auto" keeps every token in the heads that retrieve, by the model's profile
+            (measured at the first use of an unknown model), a `profile.Profile`, or the shares of
+            `kvjax.HeadBudgets`; equal budgets by default. "auto" and policies with `heads=auto` have it already.
+        allow_beyond_context: whether sequences may exceed the model's context length; see `Generator`.
+    """
+
+    llm: "LanguageModel"
+    policy: AnyPolicy = "exact"
+    budget: int | str | Budget | None = None
+    kv_dtype: KVDtypes = None
+    heads: Heads = None
+    allow_beyond_context: bool = False
+
+    def __repr__(self) -> str:
+        """Returns the options."""
+        names = ("policy", "budget", "kv_dtype", "heads")
+        options = ((name, getattr(self, name)) for name in names)
+        return f"cache({', '.join(f'{name}={value!r}' for name, value in options if value is not None)})"
+
+    # --- sequences with caches of their own ---
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int = 256,
+        stop: str | Sequence[str] = (),
+        seed: int = 0,
+        n: int = 1,
+        template_options: TemplateOptions = None,
+        return_details: bool = False,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Any:
+        """Continues one text or several, or answers conversations.
+
+        Args:
+            prompt: one text or one list of messages {"role": ..., "content": ...}, or a list of either, which are
+                processed as one batch (`generate_many` limits the batch size).
+            max_new_tokens: maximum number of new tokens; an end-of-text token finishes a sequence earlier.
+            stop: a string or strings that finish a sequence and are excluded from its text; they may contain special
+                tokens.
+            seed: seed of the first sequence, of its samples and of the policy's random numbers; sequence i has
+                seed + i, modulo 2**32.
+            n: number of sequences per prompt.
+            template_options: variables of the chat template, such as {"enable_thinking": False} or {"tools": [...]};
+                {"continue_final_message": True} continues the last message. Only for conversations.
+            return_details: whether to return `Completion`s and a `Usage` in place of texts.
+            **sampling: parameters of `Sampling`, such as `temperature`; greedy by default.
+
+        Returns:
+            The new text, or a list with one per prompt; with n > 1 a list of n texts for each prompt. With
+            `return_details` a pair: `Completion`s in place of the texts, and a `Usage`.
+
+        Raises:
+            ValueError: for invalid options, a policy or budget that is not possible, and empty prompts.
+            TypeError: for prompts of other types.
+        """
+        check_integer("n", n, minimum=1)
+        if "logprobs" in sampling and sampling["logprobs"] is not None and not return_details:
+            raise ValueError("log-probabilities are part of the details; pass return_details=True")
+        is_single = is_prompt(prompt)
+        prompts: Any = as_prompts([prompt] if is_single else prompt)
+        token_lists = [self.llm.encode(one, template_options) for one in prompts for _ in range(n)]
+        if not token_lists:
+            raise ValueError("prompt is an empty list; pass at least one prompt")
+        engine = self.engine(
+            rows=len(token_lists), max_prompt_tokens=max(map(len, token_lists)), max_new_tokens=max_new_tokens
+        )
+        for number, tokens in enumerate(token_lists):
+            engine.add(
+                tokens,
+                sampling=Sampling(**sampling),
+                stop=stop,
+                max_new_tokens=max_new_tokens,
+                seed=seed_of_prompt(seed, number),
+            )
+        completions, usage = collect(engine, sum(map(len, token_lists)))
+        values: list[Any] = [one if return_details else one.text for one in completions]
+        groups = values if n == 1 else [values[first : first + n] for first in range(0, len(values), n)]
+        result = groups[0] if is_single else groups
+        return (result, usage) if return_details else result
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 256,
+        stop: str | Sequence[str] = (),
+        seed: int = 0,
+        stream_interval: int = 1,
+        template_options: TemplateOptions = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Iterator[str]:
+        """Continues a text or answers a conversation, and yields the new text during generation.
+
+        Args:
+            prompt: a text, or a list of messages.
+            max_new_tokens: as for `generate`.
+            stop: as for `generate`.
+            seed: as for `generate`.
+            stream_interval: tokens per yield; larger intervals are faster.
+            template_options: as for `generate`.
+            **sampling: as for `generate`.
+
+        Yields:
+            Parts of the new text, in order; joined they are the entire new text.
+        """
+        tokens = self.llm.encode(prompt, template_options)
+        engine = self.engine(
+            rows=1, max_prompt_tokens=len(tokens), max_new_tokens=max_new_tokens, stream_interval=stream_interval
+        )
+        engine.add(tokens, sampling=Sampling(**sampling), stop=stop, max_new_tokens=max_new_tokens, seed=seed)
+        collector = Collector()
+        for output in engine.run():
+            collector.add(output)
+            if output.text:
+                yield output.text
+
+    def generate_many(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        batch_size: int | str = 8,
+        max_new_tokens: int = 256,
+        max_prompt_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        seed: int = 0,
+        max_prefill_steps: int | None = None,
+        template_options: TemplateOptions = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Iterator[Completion]:
+        """Continues any number of texts or conversations by continuous batching (see `kvjax_models.engine`).
+
+        A finished sequence frees its batch row for the next prompt. Errors of a prompt name its number.
+
+        Args:
+            prompts: texts, or lists of messages.
+            batch_size: number of batch rows, or bytes for the caches of all rows ("2GiB"); smaller caches allow more
+                rows.
+            max_new_tokens: as for `generate`.
+            max_prompt_tokens: maximum length of a prompt; a longer one is an error. With it, prompts are read from the
+                iterable when a row is free; by default all are read first and their maximum length is used.
+            stop: as for `generate`.
+            seed: seed of the first prompt; prompt n has seed + n, modulo 2**32. A completion does not depend on the
+                other prompts of the batch: `generate` returns the same text for the prompt and its seed, with caches of
+                the same size.
+            max_prefill_steps: see `Engine`; a small number reduces the latency of running sequences.
+            template_options: as for `generate`.
+            **sampling: as for `generate`.
+
+        Yields:
+            Completions in the order of the prompts.
+
+        Raises:
+            ValueError: for invalid options and prompts, with the number of the prompt.
+        """
+        token_lists: Iterable[list[int]] = (self.llm.encode(one, template_options) for one in as_prompts(prompts))
+        if max_prompt_tokens is None:
+            token_lists = list(token_lists)
+            max_prompt_tokens = max(map(len, token_lists), default=1)
+        engine = self.engine(
+            rows=batch_size,
+            max_prompt_tokens=max_prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            max_prefill_steps=max_prefill_steps,
+        )
+        waiting, collector = enumerate(token_lists), Collector()
+        finished: dict[int, Completion] = {}
+        next_number = 0
+        while True:
+            while engine.num_waiting < engine.num_free_rows and (item := next(waiting, None)) is not None:
+                number, tokens = item
+                try:
+                    engine.add(
+                        tokens,
+                        sampling=Sampling(**sampling),
+                        stop=stop,
+                        max_new_tokens=max_new_tokens,
+                        seed=seed_of_prompt(seed, number),
+                    )
+                except ValueError as error:
+                    raise ValueError(f"prompt {number}: {error}") from error
+            if not engine.has_unfinished:
+                return
+            for output in engine.step():
+                if (completion := collector.add(output)) is not None:
+                    finished[completion.number] = completion
+            while next_number in finished:
+                yield finished.pop(next_number)
+                next_number += 1
+
+    def engine(
+        self,
+        *,
+        rows: int | str = 8,
+        documents: int = 0,
+        max_prompt_tokens: int,
+        max_new_tokens: int = 256,
+        max_prefill_steps: int | None = None,
+        stream_interval: int | None = None,
+    ) -> Engine:
+        """Returns an engine, to which requests can be added while others run.
+
+        Args:
+            rows: number of batch rows, or bytes for their caches ("2GiB").
+            documents: number of documents that the rows continue at a time; 0 for plain prompts, each with a cache
+                of its own. With documents, `rows` is the number for each of them.
+            max_prompt_tokens: maximum length of a prompt, or of a document's text.
+            max_new_tokens: maximum number of tokens after it; with documents, of question and answer together.
+            max_prefill_steps: see `Engine`.
+            stream_interval: see `Engine`.
+
+        Returns:
+            The engine.
+        """
+        options: dict[str, Any] = {"max_prefill_steps": max_prefill_steps, "stream_interval": stream_interval}
+        lengths = compile_cache.length_bucket(max_prompt_tokens)
+        if documents:
+            tails = self.tails(lengths[-1], max_new_tokens)
+            tails = tails.with_batch(documents * _parse_rows(rows, tails))
+            return Engine(self.llm.tokenizer, tails, documents=documents, **options)
+        generator = self.generator(
+            max_prompt_tokens=lengths[-1], max_new_tokens=max_new_tokens, budget_tokens=lengths[0] + max_new_tokens
+        )
+        return Engine(self.llm.tokenizer, generator.with_batch(_parse_rows(rows, generator)), **options)
+
+    # --- documents ---
+
+    def read(
+        self,
+        text: Prompt,
+        *,
+        max_new_tokens: int = 512,
+        chat: bool | None = None,
+        seed: int = 0,
+        template_options: TemplateOptions = None,
+        streaming: bool = False,
+    ) -> Document:
+        """Compresses a text, which then answers many questions.
+
+        Args:
+            text: the text, or a conversation. Questions continue the last message if it is the user's.
+            max_new_tokens: capacity for each question and its answer, in tokens.
+            chat: whether the text is the start of a user's message, in the model's chat template, so that
+                `Document.ask` can continue it; by default if the model has a template.
+            seed: seed of the policy's random numbers.
+            template_options: as for `generate`.
+            streaming: whether the text is compressed while it is processed, in memory independent of its length; see
+                `Generator`.
+
+        Returns:
+            The document.
+
+        Raises:
+            ValueError: for invalid options, and for a policy or budget that is not possible.
+            TypeError: if the text is neither a string nor a list of messages.
+        """
+        [document] = read_together(
+            [self],
+            text,
+            max_new_tokens=max_new_tokens,
+            chat=chat,
+            seed=seed,
+            template_options=template_options,
+            streaming=streaming,
+        )
+        return document
+
+    def document_generator(self, tokens: int, max_new_tokens: int, *, streaming: bool = False) -> Generator:
+        """Returns sizes and policies for a text, with its own budget.
+
+        Args:
+            tokens: length of the text.
+            max_new_tokens: capacity of its tails.
+            streaming: as for `read`.
+
+        Returns:
+            A generator with one row and no capacity after the text.
+        """
+        lengths = compile_cache.length_bucket(tokens)
+        return self.generator(
+            max_prompt_tokens=lengths[-1],
+            max_new_tokens=0,
+            budget_tokens=lengths[0],
+            streaming=streaming,
+            context_tokens=lengths[-1] + max_new_tokens,
+        )
+
+    def tails(self, max_text_tokens: int, max_new_tokens: int, context_tokens: int = 0) -> Generator:
+        """Returns sizes and policies of the tokens after a document's text.
+
+        A tail holds all its tokens in the document's format, up to `EXACT_TAIL_TOKENS`; a longer one has as many slots
+        and compresses them with the document's policy, if that can compress tokens while they come.
+
+        Args:
+            max_text_tokens: length of the text, rounded up as `document_generator` does.
+            max_new_tokens: maximum number of tokens after it.
+            context_tokens: maximum number of tokens of text and tail, as the text was read with; by default the sum of
+                the two.
+
+        Returns:
+            A generator with one row.
+        """
+        policy: Policy = kvjax.Exact(compact_every=min(_TAIL_BLOCK, max_new_tokens))
+        kv_dtype = self._resolve(max_text_tokens, 0, compile_cache.length_bucket(max_text_tokens)[0])[2]
+        if max_new_tokens > EXACT_TAIL_TOKENS:
+            streamed = dataclasses.replace(self, budget=EXACT_TAIL_TOKENS)
+            policy = streamed.generator(max_prompt_tokens=1, max_new_tokens=max_new_tokens, streaming=True).policies[0]
+        return Generator(
+            self.llm.model,
+            policy,
+            batch=1,
+            max_prompt_tokens=max_text_tokens,
+            max_new_tokens=max_new_tokens,
+            eos=self.llm.tokenizer.eos_ids,
+            allow_beyond_context=self.allow_beyond_context,
+            kv_dtype=kv_dtype,
+            continues_texts=True,
+            context_tokens=context_tokens,
+        )
+
+    # --- sizes ---
+
+    def generator(
+        self,
+        *,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        batch: int = 1,
+        streaming: bool = False,
+        budget_tokens: int | None = None,
+        context_tokens: int = 0,
+    ) -> Generator:
+        """Returns a `Generator`, with which callers fork, save and continue generation states themselves.
+
+        Args:
+            max_prompt_tokens: maximum length of the first prompt.
+            max_new_tokens: maximum number of tokens after it.
+            batch: number of batch rows.
+            streaming: whether prompts are compressed while they are processed, in memory independent of their length;
+                see `Generator`.
+            budget_tokens: sequence length whose full cache a budget's share refers to; by default the sum of
+                `max_prompt_tokens` and `max_new_tokens`.
+            context_tokens: see `Generator`.
+
+        Returns:
+            The generator.
+        """
+        max_prompt_tokens = max(max_prompt_tokens, 1)
+        tokens = budget_tokens or max_prompt_tokens + max_new_tokens
+        policy, budget, kv_dtype = self._resolve(max_prompt_tokens, max_new_tokens, tokens, streaming)
+        sizes: dict[str, Any] = {
+            "batch": batch,
+            "max_prompt_tokens": max_prompt_tokens,
+            "max_new_tokens": max_new_tokens,
+            "streaming": streaming,
+            "kv_dtype": kv_dtype,
+        }
+        specs = cache_specs(self.llm.model, **sizes)
+        policy, budget = resolve_windows(policy, budget, specs)
+        # The budget applies to layers without a sliding window; the others cache exactly their window.
+        resolved = resolve_policy(policy, budget, dataclasses.replace(specs[0], window=None), tokens)
+        return Generator(
+            self.llm.model,
+            resolved,
+            **sizes,
+            eos=self.llm.tokenizer.eos_ids,
+            allow_beyond_context=self.allow_beyond_context,
+            scorer=self.llm.scorer(self.heads) if resolved.requires.predicted_scores and not streaming else None,
+            context_tokens=context_tokens,
+        )
+
+    def _resolve(
+        self, max_prompt_tokens: int, max_new_tokens: int, tokens: int, streaming: bool = False
+    ) -> tuple[AnyPolicy, int | str | Budget | None, KVDtypes]:
+        """Replaces "auto" in policy and heads by settings for the model."""
+        specs = cache_specs(
+            self.llm.model,
+            batch=1,
+            max_prompt_tokens=max_prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            streaming=streaming,
+        )
+        return resolve_auto(
+            self.policy,
+            self.budget,
+            self.kv_dtype,
+            dataclasses.replace(specs[0], window=None),
+            tokens,
+            heads=self.heads,
+            streaming=streaming,
+            find_profile=self.llm.profile,
+        )
+
+
+def read_together(
+    caches: Sequence[CachedModel],
+    text: Prompt,
+    *,
+    max_new_tokens: int = 512,
+    chat: bool | None = None,
+    seed: int = 0,
+    template_options: TemplateOptions = None,
+    streaming: bool = False,
+) -> list[Document]:
+    """Compresses a text with several caches of one model, which computes the text once.
+
+    Args:
+        caches: the caches.
+        text: as for `CachedModel.read`.
+        max_new_tokens: as for `CachedModel.read`.
+        chat: as for `CachedModel.read`.
+        seed: as for `CachedModel.read`.
+        template_options: as for `CachedModel.read`.
+        streaming: as for `CachedModel.read`; the model then computes the text once per cache.
+
+    Returns:
+        One document per cache.
+
+    Raises:
+        ValueError: for invalid options, and for a policy or budget that is not possible.
+    """
+    check_prompt(text)
+    check_integer("max_new_tokens", max_new_tokens, minimum=1)
+    tokenizer = caches[0].llm.tokenizer
+    messages: tuple[Message, ...] | None = None
+    if chat or (chat is None and tokenizer.chat_template is not None) or not isinstance(text, str):
+        if chat is False:
+            raise ValueError("chat=False needs a text, got messages")
+        messages = ({"role": "user", "content": text},) if isinstance(text, str) else tuple(text)
+        tokens = tokenizer.encode_continuation(render_context(tokenizer, messages, template_options), context=())
+    else:
+        tokens = caches[0].llm.encode(text, template_options)
+    generators = [cache.document_generator(len(tokens), max_new_tokens, streaming=streaming) for cache in caches]
+    states = [generator.init_state(seed) for generator in generators]
+    if streaming:
+        states = [generator.prefill(state, [tokens]) for generator, state in zip(generators, states, strict=True)]
+    else:
+        for result in prefill_together(generators, states, [tokens]):
+            states = result or states
+    return [
+        Document(
+            cache=cache,
+            generator=generator,
+            texts=freeze_layers(state),
+            logits=state.logits,
+            tokens=tuple(tokens),
+            messages=messages,
+            template_options=template_options,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+        )
+        for cache, generator, state in zip(caches, generators, states, strict=True)
+    ]
+
+
+def _parse_rows(rows: int | str, generator: Generator) -> int:
+    """Returns a number of rows, given as such or as bytes for their caches."""
+    try:
+        size = Budget.of(rows)
+    except ValueError:
+        size = None
+    if size is not None and size.bytes is not None:
+        if size.bytes < generator.row_bytes:
+            raise ValueError(
+                f"{format_bytes(size.bytes)} are less than the {format_bytes(generator.row_bytes)} of one row's "
+                "caches; allow more memory or use a smaller budget"
+            )
+        return min(size.bytes // generator.row_bytes, MAX_ROWS)
+    if size is None or size.slots is None or size.slots > MAX_ROWS:
+        raise ValueError(
+            f"batch_size={shorten(rows)} must be from 1 to {MAX_ROWS} rows (8), or bytes for their caches (2GiB)"
+        )
+    return size.slots

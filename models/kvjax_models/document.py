@@ -1,0 +1,302 @@
+"""A text that was compressed once, before its questions are known, and answers many of them.
+
+    document = llm.cache("auto", "25%").read(text)
+    document.ask("Who wrote it?")
+    document.ask(["When?", "Where?", "Why?"])        # one batch, which reads the text's entries once per step
+
+A document is frozen. Every question continues it with a cache of its own, the tail, which holds the tokens of question
+and answer.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Unpack
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+import kvjax
+from kvjax.cache import with_counters
+from kvjax.spec import check_integer
+from kvjax_models import compile_cache
+from kvjax_models.engine import Engine, seed_of_prompt
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.sampling import Sampling, SamplingOptions
+from kvjax_models.generation.state import GenerationState
+from kvjax_models.kept import kept_shares
+from kvjax_models.prompts import Message, Prompt, TemplateOptions, as_prompts, check_prompt, is_prompt, render_question
+from kvjax_models.sharding import replicate
+from kvjax_models.usage import collect
+
+if TYPE_CHECKING:
+    from kvjax_models.cache import CachedModel
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Document:
+    """A compressed text. `CachedModel.read` makes one, `LanguageModel.open` restores a saved one.
+
+    Attributes:
+        cache: model, policy, budget and format.
+        generator: sizes and policies with which the text was read.
+        texts: the entries of the text, of every layer.
+        logits: float32 logits of the token after the text.
+        tokens: token ids of the text, with what the chat template writes before it.
+        messages: the conversation that questions continue; None for a plain text.
+        template_options: variables of the chat template.
+        max_new_tokens: capacity for each question and its answer, in tokens.
+        seed: seed of the policy's random numbers.
+    """
+
+    cache: "CachedModel"
+    generator: Generator
+    texts: tuple[kvjax.FrozenCache, ...]
+    logits: Float[Array, "1 V"]
+    tokens: tuple[int, ...]
+    messages: tuple[Message, ...] | None
+    template_options: TemplateOptions
+    max_new_tokens: int
+    seed: int
+
+    def ask(
+        self,
+        question: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        seed: int = 0,
+        separator: str = "\n\n",
+        answer_start: str = "",
+        return_details: bool = False,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Any:
+        """Answers questions about the text in the model's chat template; the document does not change.
+
+        Args:
+            question: a text, which follows the document in the same message of the user, or messages, of which the
+                first one does; or a list of such questions, which are answered as one batch.
+            max_new_tokens: maximum number of new tokens; by default what the tail has capacity for.
+            stop: strings that finish an answer and are not part of it.
+            seed: seed of sampling; question n of a list has seed + n.
+            separator: text between the document and a question that continues its last message.
+            answer_start: text with which every answer starts; not part of the result.
+            return_details: whether to return `Completion`s and a `Usage` in place of texts.
+            **sampling: parameters of `Sampling`, such as `temperature`.
+
+        Returns:
+            The answer, or a list of answers; with `return_details` a pair of `Completion`s and a `Usage`.
+
+        Raises:
+            ValueError: if the document is a plain text, the template cannot be split after the text, or a question
+                and its answer exceed the capacity.
+            TypeError: if a question is neither a text nor a list of messages.
+        """
+        is_single = is_prompt(question)
+        questions: Any = [question] if is_single else as_prompts(question)
+        prompts = [self.encode(one, separator=separator, answer_start=answer_start) for one in questions]
+        return self._answer(prompts, is_single, max_new_tokens, stop, seed, return_details, sampling)
+
+    def generate(
+        self,
+        text: str | Sequence[str],
+        *,
+        max_new_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        seed: int = 0,
+        return_details: bool = False,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Any:
+        """Continues the text with further text and new tokens, without a chat template.
+
+        Args:
+            text: text that follows the document, or a list of alternatives; "" for none.
+            max_new_tokens: as for `ask`.
+            stop: as for `ask`.
+            seed: as for `ask`.
+            return_details: as for `ask`.
+            **sampling: as for `ask`.
+
+        Returns:
+            The new text, or a list with one per alternative; with `return_details` as for `ask`.
+
+        Raises:
+            ValueError: if text and new tokens exceed the capacity.
+            TypeError: if the text is not a string.
+        """
+        is_single = isinstance(text, str)
+        texts = [text] if is_single else list(text)
+        if not all(isinstance(one, str) for one in texts):
+            raise TypeError("text must be a string or a list of strings; ask takes messages")
+        prompts = [self.cache.llm.tokenizer.encode_continuation(one, self.tokens) if one else [] for one in texts]
+        return self._answer(prompts, is_single, max_new_tokens, stop, seed, return_details, sampling)
+
+    def encode(self, question: Prompt, *, separator: str = "\n\n", answer_start: str = "") -> list[int]:
+        """Returns the tokens that follow the text: the question in the chat template, and the start of the answer.
+
+        Args:
+            question: a text, or messages.
+            separator: as for `ask`.
+            answer_start: as for `ask`.
+
+        Returns:
+            Token ids.
+
+        Raises:
+            ValueError: as for `ask`.
+        """
+        if self.messages is None:
+            raise ValueError(
+                "the document is a plain text, so that it cannot be asked in a chat template; continue it with "
+                "generate, or read the text with chat=True"
+            )
+        check_prompt(question)
+        tokenizer = self.cache.llm.tokenizer
+        text = render_question(tokenizer, self.messages, question, separator, self.template_options)
+        return tokenizer.encode_continuation(text + answer_start, self.tokens)
+
+    def _answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        is_single: bool,
+        max_new_tokens: int | None,
+        stop: str | Sequence[str],
+        seed: int,
+        return_details: bool,
+        sampling: Mapping[str, Any],
+    ) -> Any:
+        """Generates one answer per prompt."""
+        if not prompts:
+            raise ValueError("the list of questions is empty; pass at least one")
+        longest = max(map(len, prompts))
+        if max_new_tokens is None:
+            max_new_tokens = self.max_new_tokens - longest
+            if max_new_tokens < 1:
+                raise ValueError(
+                    f"a question of {longest} tokens leaves no capacity for an answer: the document was read with "
+                    f"max_new_tokens={self.max_new_tokens} for each question and its answer"
+                )
+        check_integer("max_new_tokens", max_new_tokens, minimum=1)
+        engine = self.engine(rows=len(prompts), max_new_tokens=longest + max_new_tokens)
+        for number, prompt in enumerate(prompts):
+            engine.add(
+                prompt,
+                self,
+                sampling=Sampling(**sampling),
+                stop=stop,
+                max_new_tokens=max_new_tokens,
+                seed=seed_of_prompt(seed, number),
+            )
+        completions, usage = collect(engine, sum(map(len, prompts)), self)
+        if return_details:
+            return (completions[0] if is_single else completions), usage
+        return completions[0].text if is_single else [one.text for one in completions]
+
+    def engine(self, *, rows: int, max_new_tokens: int | None = None, **options: Any) -> Engine:
+        """Returns an engine whose rows ask this document.
+
+        Args:
+            rows: number of questions that are answered at a time.
+            max_new_tokens: capacity of each row for question and answer; by default that of the document. Similar
+                capacities share compiled programs.
+            **options: further arguments of `Engine`.
+
+        Returns:
+            The engine.
+        """
+        needed = self.max_new_tokens if max_new_tokens is None else max_new_tokens
+        capacity = min(compile_cache.length_bucket(needed)[-1], max(needed, self.max_new_tokens))
+        generator = self.generator
+        tails = self.cache.tails(generator.max_prompt_tokens, capacity, generator.context_tokens)
+        return Engine(self.cache.llm.tokenizer, tails.with_batch(rows), documents=1, **options)
+
+    def tail_state(self, generator: Generator, seed: int, sampling: Sampling) -> GenerationState:
+        """Returns the state of one row before its first token after the text.
+
+        Args:
+            generator: a generator of tails with one row.
+            seed: seed of sampling and of the tail's policy.
+            sampling: parameters of sampling.
+        """
+        state = generator.init_state(seed, sampling)
+        in_prompt = np.zeros(state.sampling.in_prompt.shape, bool)
+        in_prompt[0, list(self.tokens)] = True
+        return dataclasses.replace(
+            state,
+            logits=jnp.copy(self.logits),
+            positions=replicate(np.array([self.num_tokens], np.int32), generator.mesh),
+            sampling=dataclasses.replace(state.sampling, in_prompt=replicate(in_prompt, generator.mesh)),
+        )
+
+    def check_engine(self, generator: Generator) -> None:
+        """Checks that the rows of an engine can continue the document.
+
+        Raises:
+            ValueError: if policy, format or sizes differ, with the first difference.
+        """
+        if generator.max_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"{generator.max_new_tokens} tokens of question and answer exceed the capacity "
+                f"max_new_tokens={self.max_new_tokens} that the document was read with"
+            )
+        own = self.cache.tails(self.generator.max_prompt_tokens, generator.max_new_tokens)
+        for name in ("model", "policies", "kv_dtype", "max_prompt_tokens"):
+            ours, theirs = getattr(own, name), getattr(generator, name)
+            if ours is not theirs and ours != theirs:
+                what = "the model differs" if name == "model" else f"{name} {ours} differ from the engine's {theirs}"
+                raise ValueError(f"the document does not fit into the engine: {what}; read it with the engine's cache")
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the text in tokens."""
+        return len(self.tokens)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the compressed text on the device, in the dtype of the model where it is not quantized."""
+        return kvjax.cache_bytes(self.texts).device
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the compressed text in host memory."""
+        return kvjax.cache_bytes(self.texts).host
+
+    @property
+    def full_cache_bytes(self) -> int:
+        """Bytes of a full bfloat16 cache of the text."""
+        return sum(
+            spec.full_cache_bytes(min(self.num_tokens, spec.window or self.num_tokens)) for spec in self.generator.specs
+        )
+
+    def kept(self) -> Float[np.ndarray, "L H_kv T"]:
+        """Returns the share of a slot that every token of the text has in the cache.
+
+        A token with a slot to itself has 1, a token that is merged with n - 1 others has 1/n, and a dropped token
+        has 0. Policies that sample with replacement may give a token more than one slot. Retrieval policies hold all
+        tokens: 1 everywhere. Layers with a sliding window have 1 for the tokens of their window. For a quantized
+        cache, the tokens are those that the policy keeps without quantization.
+
+        The model computes the text once more, and the policy compresses it with marked values (see
+        `kvjax_models.kept`).
+
+        Returns:
+            Shares, float32, for every layer, KV head and token of the text.
+
+        Raises:
+            ValueError: if the document is on a mesh or its text was streamed, or the policy's entries are not means of
+                tokens.
+        """
+        return kept_shares(self.generator, self.tokens, self.seed)
+
+    def __repr__(self) -> str:
+        """Returns the sizes, without arrays."""
+        share = self.cache_bytes / self.full_cache_bytes
+        return (
+            f"Document({self.num_tokens} tokens, {self.cache_bytes:,} bytes, {share:.1%} of a full bfloat16 cache, "
+            f"max_new_tokens={self.max_new_tokens}, {self.cache})"
+        )
+
+
+def freeze_layers(state: GenerationState) -> tuple[kvjax.FrozenCache, ...]:
+    """Returns the frozen caches of a settled state with one row."""
+    return tuple(kvjax.freeze(with_counters(cache, state.counters)) for cache in state.layers)

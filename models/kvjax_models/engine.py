@@ -1,0 +1,478 @@
+r"""Continuous batching: answers any number of requests with a fixed number of batch rows.
+
+    engine = llm.cache("snapkv", "25%").engine(rows=8, max_prompt_tokens=8192, max_new_tokens=256)
+    number = engine.add("Once upon a time", temperature=0.7, stop="\n")
+    while engine.has_unfinished:
+        for output in engine.step():
+            print(output.number, output.text, output.finish_reason)
+
+A request waits until a row is free. Its prompt is prefilled in steps between blocks of decoding and then inserted
+between two blocks. Every sequence therefore sees the same blocks as it would alone: its tokens depend on its own
+prompt, parameters and seed only. A sequence that finishes within a block keeps its row until the end of the block;
+policies with a smaller `compact_every` have shorter blocks.
+
+The rows of an engine for documents continue texts that were compressed before. The entries of a text are held once, and
+a step reads them once for all rows that ask about it; a row holds the tokens of its question and answer.
+"""
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Int
+
+import kvjax
+from kvjax.distributed.sharding import DATA
+from kvjax.spec import check_integer
+from kvjax.state import count_row_faults
+from kvjax_models import compile_cache
+from kvjax_models.formats.tokenizer import CONTEXT_TOKENS, Tokenizer
+from kvjax_models.generation.answer_text import AnswerText, check_stop
+from kvjax_models.generation.decode import NO_TOKEN, Texts, decode_block
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.sampling import GREEDY, SampledTokens, Sampling
+from kvjax_models.generation.state import GenerationState, check_seed, compact_layers, constrain_state
+from kvjax_models.sharding import replicate
+from kvjax_models.stopwatch import Stopwatch
+
+if TYPE_CHECKING:
+    from kvjax_models.document import Document
+
+FinishReason = Literal["stop", "length", "error", "abort"]
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of one new token, before penalties and temperature.
+
+    Attributes:
+        token: the token.
+        logprob: its natural log-probability.
+        top: the most likely tokens and their log-probabilities, as many as `Sampling.logprobs`.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Output(NamedTuple):
+    """What a step added to a request.
+
+    Attributes:
+        number: number of the request.
+        text: new text; characters at its end that may be the start of a stop string come later.
+        tokens: new tokens, including an end-of-text token and the tokens of a stop string.
+        finish_reason: "stop" for an end-of-text token or a stop string, "length" for the maximum number of tokens,
+            "error" for an invalid request, "abort" after `Engine.abort`; None if the request is not finished.
+        logprobs: one item per new token, if the request asked for them.
+        error: what was wrong with the request.
+    """
+
+    number: int
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason | None
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A sequence to generate.
+
+    Attributes:
+        number: number of the request.
+        prompt: token ids; with a document, those after its text.
+        document: the document that the sequence continues.
+        sampling: parameters of sampling.
+        stop: strings that finish the sequence.
+        max_new_tokens: maximum number of new tokens.
+        seed: seed of sampling and of the policy's random numbers.
+    """
+
+    number: int
+    prompt: Sequence[int]
+    document: "Document | None"
+    sampling: Sampling
+    stop: tuple[str, ...]
+    max_new_tokens: int
+    seed: int
+
+    @property
+    def context(self) -> list[int]:
+        """The last tokens before the answer."""
+        before = () if self.document is None else self.document.tokens
+        return [*before[-CONTEXT_TOKENS:], *self.prompt][-CONTEXT_TOKENS:]
+
+
+class _Running(NamedTuple):
+    """A request that occupies a row."""
+
+    request: Request
+    answer: AnswerText
+
+
+class Engine:
+    """Batch rows, and the requests that occupy them or wait; `CachedModel.engine` makes one.
+
+    Attributes:
+        generator: model, policy and sizes of the rows' caches.
+        num_documents: number of documents that rows may continue at a time; 0 if requests are plain prompts.
+        prefill_seconds: seconds of prefill so far, without compilation.
+        decode_seconds: seconds of decoding so far, without compilation.
+        cache_sizes: bytes of the rows' caches (`Generator.cache_sizes`); zeros before the first row.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        generator: Generator,
+        *,
+        documents: int = 0,
+        max_prefill_steps: int | None = None,
+        stream_interval: int | None = None,
+    ):
+        """Creates an engine without requests.
+
+        Args:
+            tokenizer: tokenizer of the model.
+            generator: its batch size is the number of rows; with documents a multiple of their number.
+            documents: see `num_documents`.
+            max_prefill_steps: maximum number of prefill steps (layers, or blocks of a question) between two blocks of
+                decoding. By default all free rows are filled first, which maximizes throughput.
+            stream_interval: tokens after which a step returns within a block; by default a step is an entire block.
+
+        Raises:
+            ValueError: if batch rows are sharded or an argument is invalid.
+        """
+        compile_cache.free_compiled_programs(_PROGRAMS)
+        if generator.mesh is not None and generator.mesh.shape[DATA] > 1:
+            raise ValueError(
+                f"batch rows are sharded over {generator.mesh.shape[DATA]} groups of devices, but continuous batching "
+                "prefills single rows; use a mesh with data=1 (--mesh_data 1) and more devices per layer "
+                "(--mesh_tensor)"
+            )
+        for name, value in (("max_prefill_steps", max_prefill_steps), ("stream_interval", stream_interval)):
+            if value is not None:
+                check_integer(name, value, minimum=1)
+        self.generator, self.num_documents, self._tokenizer = generator, documents, tokenizer
+        self._row_generator, self._mesh = generator.with_batch(1), generator.mesh
+        self._max_prefill_steps, self._stream_interval = max_prefill_steps, stream_interval
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._prefill: tuple[int, Request, Iterator[GenerationState | None]] | None = None  # of one row
+        self._running: dict[int, _Running] = {}  # by row
+        self._finished: list[Output] = []  # that the next step returns
+        self._documents: list[Document | None] = [None] * documents  # of every group of rows
+        self._texts: Texts = None  # the frozen texts of all groups
+        self._next_number, self._in_block = 0, 0
+        self._state: GenerationState | None = None  # of all rows; None while none runs
+        self.prefill_seconds = self.decode_seconds = 0.0
+        self.cache_sizes = dict.fromkeys(("cache_bytes", "host_bytes", "read_bytes", "full_cache_bytes"), 0)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether requests wait or run, or outputs were not returned yet."""
+        return bool(self._waiting or self._running or self._finished or self._prefill is not None)
+
+    @property
+    def num_free_rows(self) -> int:
+        """Rows that no request occupies."""
+        return self.generator.batch - len(self._running) - (self._prefill is not None)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a row."""
+        return len(self._waiting)
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        document: "Document | None" = None,
+        *,
+        sampling: Sampling = GREEDY,
+        stop: str | Sequence[str] = (),
+        max_new_tokens: int | None = None,
+        seed: int = 0,
+    ) -> int:
+        """Adds a request.
+
+        Args:
+            prompt: token ids (`LanguageModel.encode`); with a document, of a question (`Document.encode`).
+            document: the document that the request continues, in an engine for documents.
+            sampling: parameters of sampling.
+            stop: strings that finish the sequence and are not part of its text; they may contain special tokens.
+            max_new_tokens: maximum number of new tokens; by default what the caches have capacity for.
+            seed: seed of sampling and of the policy's random numbers.
+
+        Returns:
+            The number of the request.
+
+        Raises:
+            ValueError: if an argument is invalid, the sequence is too long, or the document does not fit.
+        """
+        capacity = self._capacity(document) - len(prompt)
+        limit = max(capacity, 1) if max_new_tokens is None else check_integer("max_new_tokens", max_new_tokens, 1)
+        if capacity < limit:
+            raise ValueError(
+                f"{len(prompt)} tokens of the prompt and max_new_tokens={limit} exceed the "
+                f"{capacity + len(prompt)} tokens that the caches have capacity for"
+            )
+        if document is None:
+            if not len(prompt):
+                raise ValueError("the prompt is empty; it must have at least one token")
+            if len(prompt) > self.generator.max_prompt_tokens:
+                raise ValueError(
+                    f"{len(prompt)} tokens exceed max_prompt_tokens={self.generator.max_prompt_tokens}; shorten the "
+                    "prompt or pass a larger number"
+                )
+        before = 0 if document is None else document.num_tokens
+        self.generator.check_context(before + len(prompt) + limit)
+        check_seed(seed)
+        number, self._next_number = self._next_number, self._next_number + 1
+        self._waiting.append(Request(number, prompt, document, sampling, check_stop(stop), limit, seed))
+        return number
+
+    def _capacity(self, document: "Document | None") -> int:
+        """Returns how many tokens of prompt and answer a row holds."""
+        if document is None:
+            if self.num_documents:
+                raise ValueError("the rows of this engine continue documents; pass the document of the request")
+            return self.generator.max_prompt_tokens + self.generator.max_new_tokens
+        if not self.num_documents:
+            raise ValueError("this engine takes plain prompts; pass documents= to CachedModel.engine for documents")
+        document.check_engine(self.generator)
+        return self.generator.max_new_tokens
+
+    def abort(self, number: int) -> None:
+        """Ends a request, whose last output has the finish reason "abort"; does nothing if it is finished."""
+        for request in self._waiting:
+            if request.number == number:
+                self._waiting.remove(request)
+                self._finished.append(Output(number, "", [], "abort"))
+                return
+        if self._prefill is not None and self._prefill[1].number == number:
+            self._prefill = None
+            self._finished.append(Output(number, "", [], "abort"))
+            return
+        for row, (request, answer) in self._running.items():
+            if request.number == number:
+                self._finished.append(Output(number, answer.take(is_finished=True), [], "abort"))
+                self._free_rows([row])
+                return
+
+    def step(self) -> list[Output]:
+        """Prefills waiting requests while rows are free, and decodes one block of tokens in all rows.
+
+        Returns:
+            The new tokens of every running request, and requests that finished without any.
+        """
+        watch = Stopwatch()
+        # Rows are inserted between two blocks only, where no tokens are staged.
+        steps = 0
+        while self._in_block == 0 and (self._max_prefill_steps is None or steps < self._max_prefill_steps):
+            if self._prefill is None and not self._start_prefill():
+                break
+            self._continue_prefill()
+            steps += 1
+        self.prefill_seconds += watch.seconds
+        watch = Stopwatch()
+        outputs, self._finished = self._finished, []
+        if self._running:
+            outputs += self._decode()
+        self.decode_seconds += watch.seconds
+        return outputs
+
+    def run(self) -> Iterator[Output]:
+        """Yields outputs until all requests are finished."""
+        while self.has_unfinished:
+            yield from self.step()
+
+    # --- prefill ---
+
+    def _start_prefill(self) -> bool:
+        """Starts to prefill the first waiting request that has a free row; returns whether there is one."""
+        for request in self._waiting:
+            if (row := self._find_row(request.document)) is not None:
+                self._waiting.remove(request)
+                self._prefill = row, request, self._prefill_steps(request)
+                return True
+        return False
+
+    def _find_row(self, document: "Document | None") -> int | None:
+        """Returns a free row; for a document a row of its group, which takes the place of one that no row asks."""
+        rows = self.generator.batch
+        if document is None:
+            return next((row for row in range(rows) if row not in self._running), None)
+        size = rows // self.num_documents
+        is_free = [all(row not in self._running for row in self._group(slot)) for slot in range(self.num_documents)]
+        for slot, held in enumerate(self._documents):
+            if held is document:
+                row = next((row for row in self._group(slot) if row not in self._running), None)
+                if row is not None:
+                    return row
+        # Empty places first, so that documents stay as long as possible.
+        places = sorted((held is not None, slot) for slot, held in enumerate(self._documents) if is_free[slot])
+        if any(held is document for held in self._documents) or not places:
+            return None
+        slot = places[0][1]
+        self._texts = _insert_text(self._texts, document.texts, slot, self.num_documents)
+        self._documents[slot] = document
+        return slot * size
+
+    def _group(self, slot: int) -> range:
+        """Returns the rows of a document's place."""
+        size = self.generator.batch // self.num_documents
+        return range(slot * size, (slot + 1) * size)
+
+    def _prefill_steps(self, request: Request) -> Iterator[GenerationState | None]:
+        """Yields None after every step of prefill, and the state of the row at its end."""
+        generator, document = self._row_generator, request.document
+        if document is None:
+            state = generator.init_state(request.seed, request.sampling)
+            yield from generator.prefill_steps(state, [request.prompt], shared_lengths=True)
+            return
+        state = document.tail_state(generator, request.seed, request.sampling)
+        if not len(request.prompt):
+            yield state
+            return
+        yield from generator.prefill_steps(state, [request.prompt], document.texts)
+
+    def _continue_prefill(self) -> None:
+        """Runs a step of the current prefill; inserts the row after the last one."""
+        assert self._prefill is not None
+        row, request, steps = self._prefill
+        try:
+            state = next(steps)
+        except ValueError as error:
+            self._prefill = None
+            self._finished.append(Output(request.number, "", [], "error", error=str(error)))
+            return
+        if state is None:
+            return
+        self._prefill = None
+        limit = len(request.prompt) + request.max_new_tokens
+        limit += 0 if request.document is None else request.document.num_tokens
+        state = dataclasses.replace(state, max_positions=replicate(np.array([limit], np.int32), self._mesh))
+        if self.generator.batch == 1:
+            self._state = state
+        else:
+            if self._state is None:
+                self._state = self._finish(self.generator.init_state(), np.ones(self.generator.batch, bool))
+            place = replicate(np.array([row], np.int32), self._mesh)
+            self._state = _insert_row(self._state, state, place, self._mesh)
+        self.cache_sizes = self.generator.cache_sizes(self._state)
+        self._running[row] = _Running(request, AnswerText(self._tokenizer, request.context, request.stop))
+
+    # --- decoding ---
+
+    def _decode(self) -> list[Output]:
+        """Decodes a block, or a part of it with `stream_interval`, in all rows."""
+        generator, block_size = self.generator, self.generator.block_size
+        steps = min(self._stream_interval or block_size, block_size - self._in_block)
+        self._state, sampled = decode_block(
+            generator.model, self._mesh, generator.eos, block_size, self._state, steps, self._texts
+        )
+        self._in_block += steps
+        done, faults = np.asarray(self._state.done), np.asarray(_count_faults(self._state, self._mesh))
+        rows = sorted(self._running)
+        outputs = [self._output(row, sampled, bool(done[row]), bool(faults[row])) for row in rows]
+        self._free_rows([row for row, output in zip(rows, outputs, strict=True) if output.finish_reason is not None])
+        if self._in_block == block_size:
+            self._state, self._in_block = compact_layers(self._state), 0
+        return outputs
+
+    def _output(self, row: int, sampled: SampledTokens, is_done: bool, is_faulty: bool) -> Output:
+        """Returns what a block added to the request of a row."""
+        request, answer = self._running[row]
+        count = int(np.sum(sampled.token[row] != NO_TOKEN))
+        if is_faulty:
+            return Output(request.number, "", [], "error", error=self._describe_faults(row))
+        num_before = len(answer.tokens)
+        answer.push(sampled.token[row, :count].tolist())
+        tokens, reason = answer.tokens[num_before:], None
+        if answer.is_stopped or (is_done and answer.tokens[-1] in self.generator.eos):
+            reason = "stop"
+        elif is_done:
+            reason = "length"
+        if reason is not None:
+            answer.finish()
+        logprobs = None
+        if (top := request.sampling.logprobs) is not None:
+            logprobs = [_token_logprobs(sampled, row, step, top) for step in range(len(tokens))]
+        return Output(request.number, answer.take(reason is not None), tokens, reason, logprobs)
+
+    def _describe_faults(self, row: int) -> str:
+        """Returns the faults of a row."""
+        try:
+            kvjax.raise_faults(kvjax.take_rows(self._state, np.array([row])))
+        except ValueError as error:
+            return str(error)
+        raise AssertionError("the row has faults")
+
+    def _free_rows(self, rows: Sequence[int]) -> None:
+        """Ends the requests of rows."""
+        is_freed = np.zeros(self.generator.batch, bool)
+        for row in rows:
+            del self._running[row]
+            is_freed[row] = True
+        if not self._running:  # without a compaction that nobody needs
+            self._state, self._in_block = None, 0
+        elif is_freed.any():
+            self._state = self._finish(self._state, is_freed)
+
+    def _finish(self, state: GenerationState, rows: Bool[np.ndarray, "B"]) -> GenerationState:
+        return _finish_rows(state, replicate(rows, self._mesh), self._mesh)
+
+
+def seed_of_prompt(seed: int, number: int) -> int:
+    """Returns the seed of a prompt by its number; seeds after the largest one continue with 0."""
+    return (int(check_seed(seed)) + number) % 2**32
+
+
+def _token_logprobs(sampled: SampledTokens, row: int, step: int, count: int) -> TokenLogprobs:
+    """Returns the log-probabilities of one token of a block."""
+    place = row, step, slice(count)
+    top = zip(sampled.top_tokens[place].tolist(), sampled.top_logprobs[place].tolist(), strict=True)
+    return TokenLogprobs(int(sampled.token[row, step]), float(sampled.logprob[row, step]), tuple(top))
+
+
+def _insert_text(texts: Texts, new: tuple[kvjax.FrozenCache, ...], slot: int, documents: int) -> Texts:
+    """Returns the texts of all places with a new one; the first text fills all places."""
+    if documents == 1:
+        return new
+    if texts is None:
+        return tuple(kvjax.repeat_rows(layer, documents) for layer in new)
+    return tuple(_write_text(layer, own, slot) for layer, own in zip(texts, new, strict=True))
+
+
+@functools.partial(jax.jit, donate_argnames=("texts",))
+def _write_text(texts: kvjax.FrozenCache, new: kvjax.FrozenCache, slot: Int[Array, ""]) -> kvjax.FrozenCache:
+    return kvjax.insert_rows(texts, new, jnp.asarray(slot, jnp.int32)[None])
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
+def _insert_row(
+    state: GenerationState, row_state: GenerationState, row: Int[Array, "1"], mesh: Mesh | None
+) -> GenerationState:
+    return constrain_state(kvjax.insert_rows(state, row_state, row), mesh)
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
+def _finish_rows(state: GenerationState, rows: Array, mesh: Mesh | None) -> GenerationState:
+    return constrain_state(dataclasses.replace(state, done=state.done | rows), mesh)
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",))
+def _count_faults(state: GenerationState, mesh: Mesh | None) -> Int[Array, "B"]:
+    """Returns the number of faults of every row."""
+    faults: Any = count_row_faults(state)
+    return faults
+
+
+_PROGRAMS = (_insert_row, _finish_rows, _write_text, _count_faults)
