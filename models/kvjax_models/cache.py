@@ -12,6 +12,8 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
+import numpy as np
+
 import kvjax
 from kvjax.budget import Budget, format_bytes
 from kvjax.messages import shorten
@@ -274,7 +276,8 @@ class CachedModel:
         if documents:
             tails = self.tails(lengths[-1], max_new_tokens)
             tails = tails.with_batch(documents * _parse_rows(rows, tails))
-            return Engine(self.llm.tokenizer, tails, documents=documents, **options)
+            reader = self.document_generator(max_prompt_tokens, max_new_tokens)
+            return Engine(self.llm.tokenizer, tails, documents=documents, reader=reader, **options)
         generator = self.generator(
             max_prompt_tokens=lengths[-1], max_new_tokens=max_new_tokens, budget_tokens=lengths[0] + max_new_tokens
         )
@@ -284,9 +287,10 @@ class CachedModel:
 
     def read(
         self,
-        text: Prompt,
+        text: Prompt | Sequence[int],
         *,
         max_new_tokens: int = 512,
+        max_text_tokens: int | None = None,
         chat: bool | None = None,
         seed: int = 0,
         template_options: TemplateOptions = None,
@@ -295,10 +299,12 @@ class CachedModel:
         """Compresses a text, which then answers many questions.
 
         Args:
-            text: the text, or a conversation. Questions continue the last message if it is the user's.
+            text: the text, a conversation, or token ids. Questions continue the last message if it is the user's.
             max_new_tokens: capacity for each question and its answer, in tokens.
+            max_text_tokens: capacity for the text, to which a budget's share refers; by default its length. Documents
+                of one engine have that of the engine (its `max_prompt_tokens`).
             chat: whether the text is the start of a user's message, in the model's chat template, so that
-                `Document.ask` can continue it; by default if the model has a template.
+                `Document.ask` can continue it; by default if the model has a template. Not for token ids.
             seed: seed of the policy's random numbers.
             template_options: as for `generate`.
             streaming: whether the text is compressed while it is processed, in memory independent of its length; see
@@ -309,12 +315,13 @@ class CachedModel:
 
         Raises:
             ValueError: for invalid options, and for a policy or budget that is not possible.
-            TypeError: if the text is neither a string nor a list of messages.
+            TypeError: if the text is neither a string nor a list of messages or of token ids.
         """
         [document] = read_together(
             [self],
             text,
             max_new_tokens=max_new_tokens,
+            max_text_tokens=max_text_tokens,
             chat=chat,
             seed=seed,
             template_options=template_options,
@@ -322,18 +329,19 @@ class CachedModel:
         )
         return document
 
-    def document_generator(self, tokens: int, max_new_tokens: int, *, streaming: bool = False) -> Generator:
+    def document_generator(self, max_text_tokens: int, max_new_tokens: int, *, streaming: bool = False) -> Generator:
         """Returns sizes and policies for a text, with its own budget.
 
         Args:
-            tokens: length of the text.
+            max_text_tokens: maximum length of the text; similar ones share compiled programs and the budget of the
+                shortest of them.
             max_new_tokens: capacity of its tails.
             streaming: as for `read`.
 
         Returns:
             A generator with one row and no capacity after the text.
         """
-        lengths = compile_cache.length_bucket(tokens)
+        lengths = compile_cache.length_bucket(max_text_tokens)
         return self.generator(
             max_prompt_tokens=lengths[-1],
             max_new_tokens=0,
@@ -451,9 +459,10 @@ class CachedModel:
 
 def read_together(
     caches: Sequence[CachedModel],
-    text: Prompt,
+    text: Prompt | Sequence[int],
     *,
     max_new_tokens: int = 512,
+    max_text_tokens: int | None = None,
     chat: bool | None = None,
     seed: int = 0,
     template_options: TemplateOptions = None,
@@ -465,6 +474,7 @@ def read_together(
         caches: the caches.
         text: as for `CachedModel.read`.
         max_new_tokens: as for `CachedModel.read`.
+        max_text_tokens: as for `CachedModel.read`.
         chat: as for `CachedModel.read`.
         seed: as for `CachedModel.read`.
         template_options: as for `CachedModel.read`.
@@ -476,18 +486,12 @@ def read_together(
     Raises:
         ValueError: for invalid options, and for a policy or budget that is not possible.
     """
-    check_prompt(text)
     check_integer("max_new_tokens", max_new_tokens, minimum=1)
-    tokenizer = caches[0].llm.tokenizer
-    messages: tuple[Message, ...] | None = None
-    if chat or (chat is None and tokenizer.chat_template is not None) or not isinstance(text, str):
-        if chat is False:
-            raise ValueError("chat=False needs a text, got messages")
-        messages = ({"role": "user", "content": text},) if isinstance(text, str) else tuple(text)
-        tokens = tokenizer.encode_continuation(render_context(tokenizer, messages, template_options), context=())
-    else:
-        tokens = caches[0].llm.encode(text, template_options)
-    generators = [cache.document_generator(len(tokens), max_new_tokens, streaming=streaming) for cache in caches]
+    tokens, messages = _encode_text(caches[0].llm, text, chat, template_options)
+    capacity = len(tokens) if max_text_tokens is None else check_integer("max_text_tokens", max_text_tokens, minimum=1)
+    if len(tokens) > capacity:
+        raise ValueError(f"the text of {len(tokens)} tokens exceeds max_text_tokens={capacity}")
+    generators = [cache.document_generator(capacity, max_new_tokens, streaming=streaming) for cache in caches]
     states = [generator.init_state(seed) for generator in generators]
     if streaming:
         states = [generator.prefill(state, [tokens]) for generator, state in zip(generators, states, strict=True)]
@@ -508,6 +512,25 @@ def read_together(
         )
         for cache, generator, state in zip(caches, generators, states, strict=True)
     ]
+
+
+def _encode_text(
+    llm: "LanguageModel", text: Prompt | Sequence[int], chat: bool | None, template_options: TemplateOptions
+) -> tuple[list[int], tuple[Message, ...] | None]:
+    """Returns the tokens of a document's text, and the conversation that questions continue, if there is one."""
+    if not isinstance(text, str) and len(text) and all(isinstance(token, int | np.integer) for token in text):
+        if chat:
+            raise ValueError("chat=True needs a text or messages, got token ids")
+        return [int(token) for token in text], None
+    check_prompt(text)
+    is_plain = isinstance(text, str) and not (llm.tokenizer.chat_template is not None if chat is None else chat)
+    if is_plain:
+        return llm.encode(text, template_options), None
+    if chat is False:
+        raise ValueError("chat=False needs a text, got messages")
+    messages = ({"role": "user", "content": text},) if isinstance(text, str) else tuple(text)
+    rendered = render_context(llm.tokenizer, messages, template_options)
+    return llm.tokenizer.encode_continuation(rendered, context=()), messages
 
 
 def _parse_rows(rows: int | str, generator: Generator) -> int:

@@ -228,23 +228,30 @@ class Document:
             sampling=dataclasses.replace(state.sampling, in_prompt=replicate(in_prompt, generator.mesh)),
         )
 
-    def check_engine(self, generator: Generator) -> None:
+    def check_engine(self, tails: Generator, reader: Generator | None) -> None:
         """Checks that the rows of an engine can continue the document.
+
+        Args:
+            tails: sizes and policies of the rows.
+            reader: sizes and policies of the engine's documents.
 
         Raises:
             ValueError: if policy, format or sizes differ, with the first difference.
         """
-        if generator.max_new_tokens > self.max_new_tokens:
+        if tails.max_new_tokens > self.max_new_tokens:
             raise ValueError(
-                f"{generator.max_new_tokens} tokens of question and answer exceed the capacity "
+                f"{tails.max_new_tokens} tokens of question and answer exceed the capacity "
                 f"max_new_tokens={self.max_new_tokens} that the document was read with"
             )
-        own = self.cache.tails(self.generator.max_prompt_tokens, generator.max_new_tokens)
-        for name in ("model", "policies", "kv_dtype", "max_prompt_tokens"):
-            ours, theirs = getattr(own, name), getattr(generator, name)
+        expected = self.generator if reader is None else reader
+        for name in ("model", "max_prompt_tokens", "kv_dtype", "policies", "context_tokens"):
+            ours, theirs = getattr(self.generator, name), getattr(expected, name)
             if ours is not theirs and ours != theirs:
-                what = "the model differs" if name == "model" else f"{name} {ours} differ from the engine's {theirs}"
-                raise ValueError(f"the document does not fit into the engine: {what}; read it with the engine's cache")
+                differs = "" if name in ("model", "policies") else f"={ours} differs from {theirs}"
+                raise ValueError(
+                    f"the document does not fit into the engine, whose {name}{differs or ' differ'}; read it with the "
+                    "engine's cache, max_text_tokens and max_new_tokens"
+                )
 
     @property
     def num_tokens(self) -> int:
@@ -267,6 +274,16 @@ class Document:
         return sum(
             spec.full_cache_bytes(min(self.num_tokens, spec.window or self.num_tokens)) for spec in self.generator.specs
         )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of the compressed text, named as by `Generator.cache_sizes`."""
+        return {
+            "cache_bytes": self.cache_bytes,
+            "host_bytes": self.host_bytes,
+            "read_bytes": sum(map(kvjax.read_bytes, self.texts)),
+            "full_cache_bytes": self.full_cache_bytes,
+        }
 
     def kept(self) -> Float[np.ndarray, "L H_kv T"]:
         """Returns the share of a slot that every token of the text has in the cache.

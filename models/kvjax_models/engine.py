@@ -135,6 +135,7 @@ class Engine:
         generator: Generator,
         *,
         documents: int = 0,
+        reader: Generator | None = None,
         max_prefill_steps: int | None = None,
         stream_interval: int | None = None,
     ):
@@ -144,6 +145,7 @@ class Engine:
             tokenizer: tokenizer of the model.
             generator: its batch size is the number of rows; with documents a multiple of their number.
             documents: see `num_documents`.
+            reader: sizes and policies of the documents' texts; None for those of a single document.
             max_prefill_steps: maximum number of prefill steps (layers, or blocks of a question) between two blocks of
                 decoding. By default all free rows are filled first, which maximizes throughput.
             stream_interval: tokens after which a step returns within a block; by default a step is an entire block.
@@ -162,6 +164,7 @@ class Engine:
             if value is not None:
                 check_integer(name, value, minimum=1)
         self.generator, self.num_documents, self._tokenizer = generator, documents, tokenizer
+        self._reader = reader
         self._row_generator, self._mesh = generator.with_batch(1), generator.mesh
         self._max_prefill_steps, self._stream_interval = max_prefill_steps, stream_interval
         self._waiting: collections.deque[Request] = collections.deque()
@@ -246,7 +249,7 @@ class Engine:
             return self.generator.max_prompt_tokens + self.generator.max_new_tokens
         if not self.num_documents:
             raise ValueError("this engine takes plain prompts; pass documents= to CachedModel.engine for documents")
-        document.check_engine(self.generator)
+        document.check_engine(self.generator, self._reader)
         return self.generator.max_new_tokens
 
     def abort(self, number: int) -> None:

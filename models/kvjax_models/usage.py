@@ -1,6 +1,7 @@
 """Completions, and the tokens, the time and the bytes that they took."""
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import kvjax
@@ -64,11 +65,36 @@ class Usage:
         return self.new_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
 
+def completions(engine: Engine, numbers: Mapping[int, int] | None = None) -> Iterator[Completion]:
+    """Runs an engine until its requests are finished, which may be added meanwhile.
+
+    Args:
+        engine: an engine with requests.
+        numbers: numbers of the prompts by request; by default those of the requests.
+
+    Yields:
+        Completions as they finish.
+
+    Raises:
+        ValueError: if a request failed, with the number of its prompt.
+    """
+    collector = Collector(numbers)
+    for output in engine.run():
+        if (completion := collector.add(output)) is not None:
+            yield completion
+
+
 class Collector:
     """Collects the outputs of requests into completions."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: Mapping[int, int] | None = None) -> None:
+        """Creates a collector.
+
+        Args:
+            numbers: numbers of the prompts by request; by default those of the requests.
+        """
         self._outputs: dict[int, list[Output]] = {}
+        self._numbers = {} if numbers is None else numbers
 
     def add(self, output: Output) -> Completion | None:
         """Adds an output of an engine.
@@ -82,16 +108,17 @@ class Collector:
         Raises:
             ValueError: if the request failed.
         """
-        outputs = self._outputs.setdefault(output.number, [])
-        outputs.append(output)
+        number = self._numbers.get(output.number, output.number)
         if output.error is not None:
-            raise ValueError(f"prompt {output.number}: {output.error}")
+            raise ValueError(f"prompt {number}: {output.error}")
+        outputs = self._outputs.setdefault(number, [])
+        outputs.append(output)
         if output.finish_reason is None:
             return None
-        del self._outputs[output.number]
+        del self._outputs[number]
         has_logprobs = any(one.logprobs is not None for one in outputs)
         return Completion(
-            number=output.number,
+            number=number,
             text="".join(one.text for one in outputs),
             tokens=tuple(token for one in outputs for token in one.tokens),
             finish_reason=output.finish_reason,
@@ -113,12 +140,11 @@ def collect(engine: Engine, prompt_tokens: int, document: "Document | None" = No
     Raises:
         ValueError: if a request failed.
     """
-    watch, collector = Stopwatch(), Collector()
-    completions = [one for output in engine.run() if (one := collector.add(output)) is not None]
-    completions.sort(key=lambda one: one.number)
-    return completions, Usage(
+    watch = Stopwatch()
+    finished = sorted(completions(engine), key=lambda one: one.number)
+    return finished, Usage(
         prompt_tokens=prompt_tokens,
-        new_tokens=sum(len(one.tokens) for one in completions),
+        new_tokens=sum(len(one.tokens) for one in finished),
         prefill_seconds=engine.prefill_seconds,
         decode_seconds=engine.decode_seconds,
         compile_seconds=watch.compile_seconds,

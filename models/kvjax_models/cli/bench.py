@@ -9,12 +9,11 @@ import numpy as np
 import kvjax
 from kvjax.budget import format_bytes
 from kvjax.registry import PolicyChoice
+from kvjax_models.cache import MAX_ROWS
 from kvjax_models.cli.options import ModelOptions, read_text, repeatable, write_output
-from kvjax_models.generation.batching import MAX_ROWS
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import GenerationState, check_seed
 from kvjax_models.language_model import LanguageModel
-from kvjax_models.usage import cache_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,15 +87,9 @@ def measure(options: Bench, llm: LanguageModel, choices: list[PolicyChoice]) -> 
     max_new_tokens = (options.turns + 1) * options.tokens  # the first turn compiles
     measurements = []
     for choice in choices:
-        generator = llm.generator(
-            choice,
-            batch=options.batch,
-            max_prompt_tokens=len(prompt),
-            max_new_tokens=max_new_tokens,
-            allow_beyond_context=True,
-            kv_dtype=options.kv_formats,
-        )
-        generator.eos = ()  # finished sequences would take no time
+        cache = llm.cache(choice, kv_dtype=options.kv_formats, allow_beyond_context=True)
+        generator = cache.generator(batch=options.batch, max_prompt_tokens=len(prompt), max_new_tokens=max_new_tokens)
+        generator = dataclasses.replace(generator, eos=())  # finished sequences would take no time
         _prefill(generator, prompt, options.seed)  # compiles
         begin = time.perf_counter()
         state = _prefill(generator, prompt, options.seed)
@@ -134,7 +127,7 @@ def _table(options: Bench, measurements: list[Measurement]) -> str:
     full = measurements[0]
     lines = [("policy", "cache", "of full bfloat16", "first token", "per token", "speedup", "tokens/s")]
     for one in measurements:
-        sizes = cache_sizes(one.generator, one.state)
+        sizes = one.generator.cache_sizes(one.state)
         # The median of ratios of simultaneous turns is insensitive to other load on the machine.
         speedup = statistics.median(theirs / ours for theirs, ours in zip(full.turns, one.turns, strict=True))
         lines.append(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import kvjax
 from kvjax_models.cli import interrupts, progress
-from kvjax_models.cli.options import GenerationOptions, describe_cache, read_text, write_output
+from kvjax_models.cli.options import GenerationOptions, describe_sizes, read_text, write_output
 from kvjax_models.formats.tokenizer import Streamer
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import GenerationState, compact_layers
@@ -38,7 +38,7 @@ class Chat(GenerationOptions):
             write_output("\n")
         if conversation.state is not None:
             assert conversation.generator is not None
-            self.write_summary(describe_cache(conversation.generator, conversation.state))
+            self.write_summary(describe_sizes(conversation.generator.cache_sizes(conversation.state)))
 
 
 class Conversation:
@@ -91,15 +91,10 @@ class Conversation:
                 f"--context_tokens={self.context_tokens}"
             )
         if self.state is None:
-            self.generator = self.llm.generator(
-                self.options.choice,
-                max_prompt_tokens=len(tokens),
-                max_new_tokens=self.context_tokens - len(tokens),
-                sampling=self.options.sampling,
-                allow_beyond_context=self.options.allow_beyond_context,
-                kv_dtype=self.options.kv_formats,
+            self.generator = self.options.cache(self.llm).generator(
+                max_prompt_tokens=len(tokens), max_new_tokens=self.context_tokens - len(tokens)
             )
-            self.state = self.generator.init_state(self.options.seed)
+            self.state = self.generator.init_state(self.options.seed, self.options.sampling)
         assert self.generator is not None
         line = progress.ProgressLine(self.options.quiet)
         try:

@@ -21,12 +21,14 @@ from kvjax.budget import format_bytes
 from kvjax_models import atomic_io, devices
 from kvjax_models.cli.options import GenerationOptions, read_text
 from kvjax_models.cli.progress import is_terminal
+from kvjax_models.engine import seed_of_prompt
 from kvjax_models.fingerprint import tokenizer_fingerprint
-from kvjax_models.generation.batching import Request, seed_of_prompt
-from kvjax_models.generation.completions import generate_completions
 from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.saved_states import describe_difference, describe_generator
+from kvjax_models.generation.state import check_seed
 from kvjax_models.language_model import LanguageModel
+from kvjax_models.usage import completions
 
 FORMAT = 3  # of OUT.jsonl.run.json
 _KEYS = {"prompt", "messages", "max_new_tokens", "seed", "id"}
@@ -35,7 +37,9 @@ _KEYS = {"prompt", "messages", "max_new_tokens", "seed", "id"}
 class PromptLine(NamedTuple):
     """A line of a file of prompts."""
 
-    request: Request
+    tokens: list[int]
+    max_new_tokens: int
+    seed: int
     id: Any  # None if the line has none
 
 
@@ -63,30 +67,37 @@ def complete_file(
         resume: whether to continue an interrupted run.
     """
     lines = _read_lines(options, llm, prompts_file)
-    generator = llm.batch_generator(
-        options.choice,
-        None,
-        batch_size,
-        max(len(line.request.prompt) for line in lines),
-        max(line.request.max_new_tokens for line in lines),
-        sampling=options.sampling,
-        allow_beyond_context=options.allow_beyond_context,
-        kv_dtype=options.kv_formats,
+    engine = options.cache(llm).engine(
+        rows=batch_size,
+        max_prompt_tokens=max(len(line.tokens) for line in lines),
+        max_new_tokens=max(line.max_new_tokens for line in lines),
     )
-    output = Output(pathlib.Path(output_file), _manifest(llm, generator, lines, stop), len(lines), resume=resume)
-    requests = [line.request for line in lines if line.request.number not in output.rows]
+    generator = engine.generator
+    manifest = _manifest(llm, generator, options.sampling, lines, stop)
+    output = Output(pathlib.Path(output_file), manifest, len(lines), resume=resume)
+    numbers: dict[int, int] = {}  # of the lines, by request
+    for number, line in enumerate(lines):
+        if number not in output.rows:
+            request = engine.add(
+                line.tokens,
+                sampling=options.sampling,
+                stop=stop,
+                max_new_tokens=line.max_new_tokens,
+                seed=line.seed,
+            )
+            numbers[request] = number
     is_quiet = options.quiet or not is_terminal() or not devices.is_first_process()
     with tqdm(total=len(lines), initial=len(output.rows), unit="prompt", disable=is_quiet) as progress:
-        for completion in generate_completions(llm.tokenizer, generator, requests, stop=stop):
+        for completion in completions(engine, numbers):
             line = lines[completion.number]
             row = {"number": completion.number} | ({} if line.id is None else {"id": line.id})
             row |= {"text": completion.text, "finish_reason": completion.finish_reason}
-            row |= {"prompt_tokens": len(line.request.prompt), "new_tokens": len(completion.tokens)}
+            row |= {"prompt_tokens": len(line.tokens), "new_tokens": len(completion.tokens)}
             output.add(row)
             progress.update()
     output.finish()
     cache_bytes = format_bytes(generator.batch * generator.row_bytes)
-    options.write_summary(f"{len(requests)} prompts in {generator.batch} batch rows, whose caches take {cache_bytes}")
+    options.write_summary(f"{len(numbers)} prompts in {generator.batch} batch rows, whose caches take {cache_bytes}")
 
 
 class Output:
@@ -211,31 +222,25 @@ def _parse_line(options: GenerationOptions, llm: LanguageModel, line: Any, numbe
     prompt = values["prompt"] if "prompt" in values else values["messages"]
     if not isinstance(prompt, str if "prompt" in values else list):
         raise ValueError("prompt must be a text, and messages a list of objects with role and content")
-    request = Request(
-        llm.encode(prompt, options.chat_options),
-        values.get("max_new_tokens", options.max_new_tokens),
-        seed=values.get("seed", seed_of_prompt(options.seed, number)),
-        number=number,
-    )
-    if not request.prompt or request.max_new_tokens < 1:
+    tokens = llm.encode(prompt, options.chat_options)
+    max_new_tokens = values.get("max_new_tokens", options.max_new_tokens)
+    if not tokens or max_new_tokens < 1:
         raise ValueError(
-            f"the prompt has {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens}; both must be at "
-            "least 1"
+            f"the prompt has {len(tokens)} tokens and max_new_tokens={max_new_tokens}; both must be at least 1"
         )
-    return PromptLine(request, values.get("id"))
+    seed = values.get("seed", seed_of_prompt(options.seed, number))
+    return PromptLine(tokens, max_new_tokens, int(check_seed(seed)), values.get("id"))
 
 
 def _manifest(
-    llm: LanguageModel, generator: Generator, lines: Sequence[PromptLine], stop: Sequence[str]
+    llm: LanguageModel, generator: Generator, sampling: Sampling, lines: Sequence[PromptLine], stop: Sequence[str]
 ) -> dict[str, Any]:
     """Returns all values that determine the completions; the number of batch rows does not."""
-    requests = [(line.request, line.id) for line in lines]
-    prompts = [(list(one.prompt), one.max_new_tokens, one.seed, line_id) for one, line_id in requests]
     return {
         "format": FORMAT,
         **describe_generator(generator.with_batch(1)),
         "tokenizer": tokenizer_fingerprint(llm.tokenizer),
-        "sampling": dataclasses.asdict(generator.sampling),
+        "sampling": dataclasses.asdict(sampling),
         "stop": list(stop),
-        "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+        "prompts": hashlib.sha256(json.dumps(lines).encode()).hexdigest(),
     }

@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import pathlib
 import sys
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -14,13 +15,12 @@ from kvjax.budget import Budget, format_bytes
 from kvjax.quantization import KVDtype, KVFormats, parse_kv_dtype
 from kvjax.registry import PolicyChoice
 from kvjax_models import formats, language_model
+from kvjax_models.cache import CachedModel
 from kvjax_models.devices import Devices, initialize_processes, is_first_process, make_mesh
 from kvjax_models.formats import chat_template
 from kvjax_models.generation.auto_policy import DEFAULT_BUDGET
-from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import Sampling
-from kvjax_models.generation.state import GenerationState, check_seed
-from kvjax_models.usage import cache_sizes
+from kvjax_models.generation.state import check_seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +98,10 @@ class GenerationOptions(ModelOptions):
     temperature: float = 0.0  # 0 selects the most likely token.
     top_k: int | None = None  # Sample among the k most likely tokens.
     top_p: float | None = None  # Sample among the most likely tokens whose probability reaches p.
+    min_p: float | None = None  # Sample among tokens with at least p times the probability of the most likely one.
+    repetition_penalty: float = 1.0  # Divides the logits of tokens of prompt and answer; 1 for none.
+    presence_penalty: float = 0.0  # Subtracted from the logits of tokens of the answer.
+    frequency_penalty: float = 0.0  # Subtracted for every occurrence of a token in the answer.
     allow_beyond_context: bool = False  # Only warn if a sequence exceeds the model's context length.
     template_options: str | None = None  # JSON object of the chat template's variables: {"enable_thinking": false}
     quiet: bool = False  # Print neither progress nor a summary on standard error.
@@ -105,7 +109,11 @@ class GenerationOptions(ModelOptions):
     @property
     def sampling(self) -> Sampling:
         """The sampling parameters."""
-        return Sampling(self.temperature, self.top_k, self.top_p)
+        return Sampling(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Sampling)[:-1]})
+
+    def cache(self, llm: language_model.LanguageModel) -> CachedModel:
+        """Returns the model with the options of its KV cache."""
+        return llm.cache(self.choice, kv_dtype=self.kv_formats, allow_beyond_context=self.allow_beyond_context)
 
     @property
     def chat_options(self) -> dict[str, Any]:
@@ -228,17 +236,8 @@ def write_status(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def describe_cache(generator: Generator, state: GenerationState) -> str:
-    """Describes the bytes of a generation's caches.
-
-    Args:
-        generator: the generator.
-        state: its state.
-
-    Returns:
-        The description.
-    """
-    sizes = cache_sizes(generator, state)
+def describe_sizes(sizes: Mapping[str, int]) -> str:
+    """Describes the bytes of caches, as `Generator.cache_sizes` returns them."""
     return (
         f"cache {format_bytes(sizes['cache_bytes'])} on the device, "
         f"{sizes['cache_bytes'] / sizes['full_cache_bytes']:.1%} of a full bfloat16 cache, "
