@@ -125,7 +125,7 @@ class Document:
             TypeError: if the text is not a string.
         """
         is_single = isinstance(text, str)
-        texts = [text] if is_single else list(text)
+        texts = [text] if isinstance(text, str) else list(text)
         if not all(isinstance(one, str) for one in texts):
             raise TypeError("text must be a string or a list of strings; ask takes messages")
         prompts = [self.cache.llm.tokenizer.encode_continuation(one, self.tokens) if one else [] for one in texts]

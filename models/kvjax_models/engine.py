@@ -376,6 +376,7 @@ class Engine:
 
     def _decode(self) -> list[Output]:
         """Decodes a block, or a part of it with `stream_interval`, in all rows."""
+        assert self._state is not None
         generator, block_size = self.generator, self.generator.block_size
         steps = min(self._stream_interval or block_size, block_size - self._in_block)
         self._state, sampled = decode_block(
@@ -386,7 +387,7 @@ class Engine:
         rows = sorted(self._running)
         outputs = [self._output(row, sampled, bool(done[row]), bool(faults[row])) for row in rows]
         self._free_rows([row for row, output in zip(rows, outputs, strict=True) if output.finish_reason is not None])
-        if self._in_block == block_size:
+        if self._state is not None and self._in_block == block_size:
             self._state, self._in_block = compact_layers(self._state), 0
         return outputs
 
@@ -398,7 +399,8 @@ class Engine:
             return Output(request.number, "", [], "error", error=self._describe_faults(row))
         num_before = len(answer.tokens)
         answer.push(sampled.token[row, :count].tolist())
-        tokens, reason = answer.tokens[num_before:], None
+        tokens = answer.tokens[num_before:]
+        reason: FinishReason | None = None
         if answer.is_stopped or (is_done and answer.tokens[-1] in self.generator.eos):
             reason = "stop"
         elif is_done:
@@ -413,7 +415,7 @@ class Engine:
     def _describe_faults(self, row: int) -> str:
         """Returns the faults of a row."""
         try:
-            kvjax.raise_faults(kvjax.take_rows(self._state, np.array([row])))
+            kvjax.raise_faults(kvjax.take_rows(self._state, jnp.array([row])))
         except ValueError as error:
             return str(error)
         raise AssertionError("the row has faults")
@@ -426,7 +428,7 @@ class Engine:
             is_freed[row] = True
         if not self._running:  # without a compaction that nobody needs
             self._state, self._in_block = None, 0
-        elif is_freed.any():
+        elif self._state is not None and rows:
             self._state = self._finish(self._state, is_freed)
 
     def _finish(self, state: GenerationState, rows: Bool[np.ndarray, "B"]) -> GenerationState:

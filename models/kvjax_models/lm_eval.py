@@ -352,9 +352,9 @@ class KvjaxLM(TemplateLM):
                     sampling=sampling,
                     stop=stop,
                     max_new_tokens=max_new_tokens,
-                    seed=seed_of_prompt(self.seed, one.index),
+                    seed=seed_of_prompt(self.seed, one.number),
                 )
-                numbers[number] = one.index
+                numbers[number] = one.number
             if not engine.has_unfinished:
                 return
             for output in engine.step():
@@ -365,7 +365,7 @@ class KvjaxLM(TemplateLM):
 class _Generation(NamedTuple):
     """A request of the harness for new text."""
 
-    index: int
+    number: int
     prompt: list[int]
     question: list[int]  # after the compressed prompt; empty if everything is compressed
 

@@ -54,7 +54,8 @@ def append_block(
     """
     if not runs_by_layer(state, mesh):
         return append_program(model, mesh, state, tokens, lengths, texts)
-    return _append_block(model, mesh, state, *_commit(state, tokens, lengths), texts)
+    tokens, lengths = _commit(state, tokens, lengths)
+    return _append_block(model, mesh, state, tokens, lengths, texts)
 
 
 def score_block(
@@ -81,7 +82,8 @@ def score_block(
     """
     if not runs_by_layer(state, mesh):
         return score_program(model, mesh, state, tokens, lengths, texts)
-    return _score_block(model, mesh, state, *_commit(state, tokens, lengths), texts)
+    tokens, lengths = _commit(state, tokens, lengths)
+    return _score_block(model, mesh, state, tokens, lengths, texts)
 
 
 def decode_block(

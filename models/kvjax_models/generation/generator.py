@@ -72,7 +72,7 @@ class Generator:
     batch: int
     max_prompt_tokens: int
     max_new_tokens: int
-    eos: Sequence[int] = ()
+    eos: tuple[int, ...] = ()
     prefill_chunk: int = 256
     streaming: bool = False
     allow_beyond_context: bool = False
@@ -261,7 +261,7 @@ class Generator:
         compile_cache.free_compiled_programs(_PROGRAMS)
         if not (self.streaming or self.continues_texts or np.asarray(state.positions).any()):
             for states in prefill_together([self], [state], prompts, shared_lengths=shared_lengths):
-                yield states and states[0]
+                yield None if states is None else states[0]
             return
         tokens, lengths = self._pad_to_blocks(state, prompts)
         state = commit_to_device(state, self.mesh)
@@ -374,7 +374,7 @@ class Generator:
             elif is_last or in_block == self.block_size:
                 state, in_block = compact_layers(state), 0
                 check_faults(state, self.mesh)
-            yield state, sampled.token
+            yield state, np.asarray(sampled.token)
 
     def decode_all(
         self, state: GenerationState, max_tokens: int, *, compact_last: bool = True, texts: Texts = None

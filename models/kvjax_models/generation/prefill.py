@@ -64,7 +64,7 @@ def prefill_layers(
     num_queries: Sequence[int],
     repeat: Repetition | None = None,
     capacity: int | None = None,
-    scorer: Float[Array, "L W+2 H_kv"] | None = None,
+    scorer: Float[Array | np.ndarray, "L W+2 H_kv"] | None = None,
 ) -> Iterator[PrefilledLayer]:
     """Computes prompts layer by layer with exact attention.
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax.policy import merge_requirements
+from kvjax.policy import Repetition, merge_requirements
 from kvjax_models import compile_cache
 from kvjax_models.generation.prefill import PrefilledLayer, compress_layer, last_logits, prefill_layers
 from kvjax_models.generation.state import GenerationState, finish_prefill, shard_state
@@ -51,7 +51,8 @@ def prefill_together(
     if any(np.asarray(state.positions).any() for state in states):
         raise ValueError("prefill_together needs empty states")
     repetitions = [merge_requirements(generator.policies).repetition for generator in generators]
-    passes = [*dict.fromkeys(one for one in repetitions if one is not None)] or [None]
+    passes: list[Repetition | None] = [*dict.fromkeys(one for one in repetitions if one is not None)]
+    passes = passes or [None]
     results = list(states)
     for repeat in passes:
         indices = [i for i, one in enumerate(repetitions) if one == repeat or (one is None and repeat == passes[0])]
@@ -133,7 +134,7 @@ def prefill_for(
     return layers, replicate(tokens, first.mesh), lengths
 
 
-def common_scorer(generators: Sequence["Generator"]) -> Float[Array, "L W+2 H_kv"] | None:
+def common_scorer(generators: Sequence["Generator"]) -> Float[Array | np.ndarray, "L W+2 H_kv"] | None:
     """Returns the scorer of the generators whose policies require predicted scores; None if there are none.
 
     Raises:

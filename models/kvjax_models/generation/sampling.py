@@ -10,7 +10,7 @@ accumulates the result in its state, and raises an error when it reads the state
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, cast
 
 import jax
 import jax.numpy as jnp
@@ -136,7 +136,7 @@ def row_sampling(samplings: Sequence[Sampling], vocab_size: int) -> RowSampling:
         The parameters, as NumPy arrays.
     """
 
-    def column(name: str, default: float, dtype: type = np.float32) -> np.ndarray:
+    def column(name: str, default: float, dtype: type = np.float32) -> Any:
         values = (getattr(one, name) for one in samplings)
         return np.array([default if value is None else value for value in values], dtype)
 
@@ -150,8 +150,8 @@ def row_sampling(samplings: Sequence[Sampling], vocab_size: int) -> RowSampling:
         presence_penalty=column("presence_penalty", 0),
         frequency_penalty=column("frequency_penalty", 0),
         logprobs=column("logprobs", -1, np.int32),
-        in_prompt=np.zeros(shape, bool),
-        counts=np.zeros(shape, np.int32),
+        in_prompt=cast(Any, np.zeros(shape, bool)),
+        counts=cast(Any, np.zeros(shape, np.int32)),
     )
 
 
@@ -179,10 +179,10 @@ class SampledTokens(NamedTuple):
         top_logprobs: their float32 log-probabilities.
     """
 
-    token: Int[Array, "B"]
-    logprob: Float[Array, "B"]
-    top_tokens: Int[Array, "B K"]
-    top_logprobs: Float[Array, "B K"]
+    token: Int[Array | np.ndarray, "B"]
+    logprob: Float[Array | np.ndarray, "B"]
+    top_tokens: Int[Array | np.ndarray, "B K"]
+    top_logprobs: Float[Array | np.ndarray, "B K"]
 
 
 def sample(logits: Float[Array, "B V"], keys: Key[Array, "B"], sampling: RowSampling) -> SampledTokens:
