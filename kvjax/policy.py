@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -466,3 +466,40 @@ def describe(policy: Policy) -> dict[str, Any]:
         return [plain(item) for item in value] if isinstance(value, tuple | list) else value
 
     return plain(policy)
+
+
+def policy_of(description: Mapping[str, Any]) -> Policy:
+    """Returns the policy that `describe` described.
+
+    Args:
+        description: the object, also after it was JSON. Classes are found by name among the policies that are imported.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: if a class is not imported, or a setting is invalid.
+
+    Example:
+        >>> import kvjax
+        >>> kvjax.policy.policy_of({"class": "Exact", "compact_every": 32})
+        Exact(compact_every=32)
+    """
+
+    def classes(of: type) -> Iterator[type]:
+        for one in of.__subclasses__():
+            yield one
+            yield from classes(one)
+
+    known = {one.__name__: one for one in classes(Policy)}
+
+    def build(value: Any) -> Any:
+        """Converts an object with a class to a policy, and a list to a tuple."""
+        if isinstance(value, Mapping):
+            settings = {name: build(item) for name, item in value.items() if name != "class"}
+            if value["class"] not in known:
+                raise ValueError(f"the policy {value['class']} is not known; import its module first")
+            return known[value["class"]](**settings)
+        return tuple(map(build, value)) if isinstance(value, list | tuple) else value
+
+    return build(description)

@@ -9,6 +9,7 @@ and answer.
 """
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -18,19 +19,28 @@ from jaxtyping import Array, Float
 
 import kvjax
 from kvjax.cache import with_counters
+from kvjax.policy import Policy, policy_of
+from kvjax.registry import PolicyChoice
 from kvjax.spec import check_integer
 from kvjax_models import compile_cache
 from kvjax_models.engine import Engine, seed_of_prompt
+from kvjax_models.fingerprint import tokenizer_fingerprint
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import Sampling, SamplingOptions
+from kvjax_models.generation.saved_states import describe_model
 from kvjax_models.generation.state import GenerationState
 from kvjax_models.kept import kept_shares
+from kvjax_models.profile import Profile
 from kvjax_models.prompts import Message, Prompt, TemplateOptions, as_prompts, check_prompt, is_prompt, render_question
+from kvjax_models.saves import Saves, describe_difference
 from kvjax_models.sharding import replicate
 from kvjax_models.usage import collect
 
 if TYPE_CHECKING:
     from kvjax_models.cache import CachedModel
+    from kvjax_models.language_model import LanguageModel
+
+FORMAT = 1  # of saved documents, increased with every change of the entries or their meaning
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -275,6 +285,42 @@ class Document:
             spec.full_cache_bytes(min(self.num_tokens, spec.window or self.num_tokens)) for spec in self.generator.specs
         )
 
+    def save(self, directory: str | os.PathLike) -> None:
+        """Saves the compressed text with its policy, budget and format, without the model's weights.
+
+        Args:
+            directory: a directory without saves.
+
+        Raises:
+            ValueError: if the directory has a save.
+            OSError: if it cannot be written.
+        """
+        saves = Saves(directory)
+        saves.lock(require_empty=True)
+        distinct = list(dict.fromkeys(self.generator.policies))
+        cache, generator = self.cache, self.generator
+        notes = {
+            "cache": {
+                "policy": _describe_choice(cache.policy, generator.policies[-1]),
+                "budget": None if cache.budget is None else str(cache.budget),
+                "kv_dtype": cache.kv_dtype,
+                "heads": None if isinstance(cache.heads, Profile) else cache.heads,
+                "allow_beyond_context": cache.allow_beyond_context,
+            },
+            "policies": [kvjax.describe(policy) for policy in distinct],
+            "layers": [distinct.index(policy) for policy in generator.policies],
+            "kv_dtype": generator.kv_dtype,
+            "max_prompt_tokens": generator.max_prompt_tokens,
+            "context_tokens": generator.context_tokens,
+            "streaming": generator.streaming,
+            "tokens": self.tokens,
+            "messages": self.messages,
+            "template_options": self.template_options,
+            "max_new_tokens": self.max_new_tokens,
+            "seed": self.seed,
+        }
+        saves.save(0, {"texts": self.texts, "logits": self.logits}, _manifest(cache.llm), notes)
+
     @property
     def sizes(self) -> dict[str, int]:
         """The bytes of the compressed text, named as by `Generator.cache_sizes`."""
@@ -312,6 +358,77 @@ class Document:
             f"Document({self.num_tokens} tokens, {self.cache_bytes:,} bytes, {share:.1%} of a full bfloat16 cache, "
             f"max_new_tokens={self.max_new_tokens}, {self.cache})"
         )
+
+
+def _describe_choice(policy: Any, resolved: Policy) -> Any:
+    """Returns a policy as JSON: as text if it was chosen by text, otherwise its settings."""
+    if isinstance(policy, str | PolicyChoice):
+        return str(policy)
+    return kvjax.describe(policy if isinstance(policy, Policy) else resolved)
+
+
+def check_empty(directory: str | os.PathLike) -> None:
+    """Checks that a document can be saved to a directory, before the work of reading it.
+
+    Raises:
+        ValueError: if it has a save.
+        OSError: if it cannot be written.
+    """
+    Saves(directory).lock(require_empty=True)
+
+
+def open_document(llm: "LanguageModel", directory: str | os.PathLike) -> Document:
+    """Restores a document from `Document.save`; see `LanguageModel.open`."""
+    saves = Saves(directory)
+    step = saves.newest()
+    if difference := describe_difference(_manifest(llm), saves.manifest(step)):
+        raise ValueError(f"the document in {saves.directory} belongs to another model: {difference}")
+    notes = saves.notes(step)
+    policies = [policy_of(description) for description in notes["policies"]]
+    needs_scorer = any(policy.requires.predicted_scores for policy in policies) and not notes["streaming"]
+    generator = Generator(
+        llm.model,
+        [policies[number] for number in notes["layers"]],
+        batch=1,
+        max_prompt_tokens=notes["max_prompt_tokens"],
+        max_new_tokens=0,
+        eos=llm.tokenizer.eos_ids,
+        streaming=notes["streaming"],
+        allow_beyond_context=notes["cache"]["allow_beyond_context"],
+        kv_dtype=_as_tuple(notes["kv_dtype"]),
+        scorer=llm.scorer() if needs_scorer else None,
+        context_tokens=notes["context_tokens"],
+    )
+    state = generator.init_state()
+    arrays = saves.restore(step, {"texts": freeze_layers(state), "logits": state.logits})
+    options = dict(notes["cache"])
+    if isinstance(options["policy"], dict):
+        options["policy"] = policy_of(options["policy"])
+    return Document(
+        cache=llm.cache(**options | {"kv_dtype": _as_tuple(options["kv_dtype"]), "heads": _as_tuple(options["heads"])}),
+        generator=generator,
+        texts=arrays["texts"],
+        logits=arrays["logits"],
+        tokens=tuple(notes["tokens"]),
+        messages=None if notes["messages"] is None else tuple(notes["messages"]),
+        template_options=notes["template_options"],
+        max_new_tokens=notes["max_new_tokens"],
+        seed=notes["seed"],
+    )
+
+
+def _manifest(llm: "LanguageModel") -> dict[str, Any]:
+    """Returns what must be equal when a document is restored."""
+    return {
+        "format": FORMAT,
+        "model": describe_model(llm.model),
+        "tokenizer": tokenizer_fingerprint(llm.tokenizer),
+    }
+
+
+def _as_tuple(value: Any) -> Any:
+    """Returns lists of JSON as tuples."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
 def freeze_layers(state: GenerationState) -> tuple[kvjax.FrozenCache, ...]:

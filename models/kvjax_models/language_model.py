@@ -21,6 +21,7 @@ from kvjax.registry import AnyPolicy
 from kvjax_models import compile_cache, formats, known_models
 from kvjax_models import profile as profiles
 from kvjax_models.cache import CachedModel, KVDtypes
+from kvjax_models.document import Document, open_document
 from kvjax_models.formats.checkpoint import LoadOptions
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.generation.auto_policy import Heads
@@ -120,6 +121,21 @@ class LanguageModel:
         """
         cache = self.cache(policy, budget, kv_dtype=kv_dtype, heads=heads, allow_beyond_context=allow_beyond_context)
         return cache.generate(prompt, **options)
+
+    def open(self, directory: str | os.PathLike) -> Document:
+        """Restores a document from `Document.save`, with its policy, budget and format.
+
+        Args:
+            directory: directory of the save.
+
+        Returns:
+            The document.
+
+        Raises:
+            FileNotFoundError: if the directory has no save.
+            ValueError: if the save is damaged, or belongs to another model or tokenizer, with the first difference.
+        """
+        return open_document(self, directory)
 
     def profile(self, *, scorer: bool = False) -> Profile | None:
         """Returns the model's profile; measures and saves it if there is none (see `profile.find_or_measure`).

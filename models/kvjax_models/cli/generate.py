@@ -122,7 +122,15 @@ def _save_document(options: Generate, llm: LanguageModel, text: str, directory: 
 
 
 def _ask(options: Generate, document: Document, texts: list[str]) -> None:
-    """Asks a document every text, all of them as one batch; a plain text is continued with each."""
+    """Asks a document every text, all of them as one batch; a plain text is continued with each.
+
+    Raises:
+        ValueError: if options of the cache are given, which the document has.
+    """
+    defaults = Generate()
+    for name in ("policy", "budget", "kv_dtype"):
+        if getattr(options, name) != getattr(defaults, name):
+            raise ValueError(f"--{name} is that of the saved document, {document.cache}; remove the option")
     answer = document.generate if document.messages is None else document.ask
     completions, usage = answer(
         texts,
