@@ -25,9 +25,10 @@ from kvjax_models.engine import seed_of_prompt
 from kvjax_models.fingerprint import tokenizer_fingerprint
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import Sampling
-from kvjax_models.generation.saved_states import describe_difference, describe_generator
+from kvjax_models.generation.saved_states import describe_generator
 from kvjax_models.generation.state import check_seed
 from kvjax_models.language_model import LanguageModel
+from kvjax_models.saves import describe_difference
 from kvjax_models.usage import completions
 
 FORMAT = 3  # of OUT.jsonl.run.json
