@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from kvjax_models.generation.batching import Request, run_requests
 
 import kvjax
 from kvjax_models.generation import batching, prefill
-from kvjax_models.generation.batching import Request, run_requests
 from kvjax_models.generation.decode import decode_program
 from kvjax_models.generation.sampling import Sampling
 from tests.kvjax.support import ON_A_MESH, each

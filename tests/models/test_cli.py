@@ -65,7 +65,7 @@ def test_generate_resumes_from_its_newest_save(kvjax, tmp_path):
         "--policy=exact:compact_every=4", f"--save_dir={tmp_path / 'run'}", "--save_every=4",
     )  # fmt: skip
     uninterrupted = kvjax(*options)
-    saves = sorted((tmp_path / "run" / "states").glob("[0-9]*"), key=lambda path: int(path.name))
+    saves = sorted((tmp_path / "run").glob("[0-9]*"), key=lambda path: int(path.name))
     shutil.rmtree(saves[-1])  # as if the run had been killed
     resumed = kvjax(*options, "--resume")
     assert "tokens restored in" in resumed.err and resumed.out == uninterrupted.out
@@ -77,20 +77,26 @@ def test_generate_resumes_from_its_newest_save(kvjax, tmp_path):
         kvjax(*options)
 
 
-def test_generate_continues_a_saved_prefix(kvjax, answer, tmp_path):
-    context, question, prefix = tmp_path / "context.txt", tmp_path / "question.txt", tmp_path / "prefix"
+def test_generate_asks_a_saved_document(kvjax, answer, tmp_path):
+    context, question, document = tmp_path / "context.txt", tmp_path / "question.txt", tmp_path / "document"
     context.write_text(CONTEXT)
     question.write_text(QUESTION)
-    kvjax("generate", MODEL, f"--prompt_file={context}", "--max_new_tokens=64", f"--save_prefix={prefix}")
+    saved = kvjax("generate", MODEL, f"--prompt_file={context}", "--max_new_tokens=64", f"--save_document={document}")
+    assert "tokens read and saved" in saved.err
     with pytest.raises(SystemExit, match="already has saves of step 0"):
-        kvjax("generate", MODEL, "--prompt=another text", f"--save_prefix={prefix}")
-    with pytest.raises(SystemExit, match=r"another run: policy\[0\]\..* is .*, not .*") as error:
-        kvjax("generate", MODEL, f"--prefix={prefix}", "--prompt=x", "--policy=streaming_llm@64")
-    assert len(str(error.value)) < 400
+        kvjax("generate", MODEL, "--prompt=another text", f"--save_document={document}")
+    with pytest.raises(SystemExit, match=r"--policy is that of the saved document, cache\(policy='exact'\)"):
+        kvjax("generate", MODEL, f"--document={document}", "--prompt=x", "--policy=streaming_llm@64")
     questions = [f"--prompt_file={question}"] * 2
-    output = kvjax("generate", MODEL, f"--prefix={prefix}", *questions, "--max_new_tokens=8").out
+    output = kvjax("generate", MODEL, f"--document={document}", *questions, "--max_new_tokens=8").out
     answers = output.split(f"== {question}\n")[1:]
     assert [text.strip() for text in answers] == [answer.strip()] * 2
+
+
+def test_generate_stops_at_a_string(kvjax, answer):
+    options = ("generate", MODEL, "--max_new_tokens=8", f"--prompt={CONTEXT + QUESTION}")
+    stop = answer[2:5]
+    assert kvjax(*options, f"--stop={stop}").out == answer.partition(stop)[0] + "\n"
 
 
 def test_generate_completes_a_file_of_prompts_and_resumes(kvjax, answer, tmp_path):
@@ -177,7 +183,7 @@ def test_policies_lists_all_policies_and_settings(kvjax):
         (("generate", "--prompt=x"), "kvjax: --model is required"),
         (("generate", MODEL), "kvjax: a prompt is required: --prompt TEXT, --prompt_file FILE"),
         (("generate", MODEL, "--prompt_file=no_such_file"), "No such file"),
-        (("generate", MODEL, "--prompt=x", "--prompt_file=-"), "kvjax: several texts require --prefix"),
+        (("generate", MODEL, "--prompt=x", "--prompt_file=-"), "kvjax: several texts require --document"),
         (("generate", MODEL, "--prompt=x", "--resume"), "kvjax: --resume requires --save_dir"),
         (("generate", MODEL, "--prompt=x", "--policy=no_such"), "kvjax: policy 'no_such' is unknown"),
         (("generate", MODEL, "--prompt=x", "--policy=snapvk"), "is unknown; did you mean 'snapkv'?"),
@@ -195,9 +201,9 @@ def test_policies_lists_all_policies_and_settings(kvjax):
         (("generate", MODEL, "--prompt=x", "--seed=-1"), "kvjax: seed=-1 must be an integer from 0"),
         (("generate", MODEL, "--prompt=x", "--max_new_tokens=0"), "kvjax: --max_new_tokens=0 must be at least 1"),
         (("generate", MODEL, "--prompt=x", "--save_every=0"), "kvjax: --save_every=0 must be at least 1"),
-        (("generate", MODEL, "--prompt=x", "--stop=y"), "kvjax: --stop requires --prompts_file"),
-        (("generate", MODEL, "--prompt=x", "--resume", "--save_dir=y", "--save_prefix=z"), "cannot be combined with"),
-        (("generate", MODEL, "--prompt=x", "--prefix=y", "--save_dir=z"), "--prefix cannot be combined with"),
+        (("generate", MODEL, "--prompt=x", "--min_p=2"), "kvjax: min_p=2.0 must be greater than 0 and at most 1"),
+        (("generate", MODEL, "--prompt=x", "--resume", "--save_dir=y", "--save_document=z"), "cannot be combined with"),
+        (("generate", MODEL, "--prompt=x", "--document=y", "--save_dir=z"), "--save_dir cannot be combined with"),
         (("generate", MODEL, "--prompts_file=x"), "kvjax: --prompts_file and --output require each other"),
         (("generate", MODEL, "--prompts_file=x", "--output=y", "--prompt=z"), "cannot be combined with --prompt"),
         (("generate", MODEL, "--prompt=x", "--budget=50%"), "--budget=50% has no effect on --policy=exact, which"),
@@ -254,7 +260,7 @@ def test_a_full_disk_is_an_error_of_one_line(tmp_path):
     process = run_bash(f"trap '' XFSZ; ulimit -f 20; $KVJAX generate {options}")
     assert process.returncode == 1
     # Threads of orbax and tensorstore must not print tracebacks.
-    assert process.stderr.startswith("kvjax: the parameters could not be saved"), process.stderr
+    assert process.stderr.startswith("kvjax: step 4 could not be saved"), process.stderr
     assert len(process.stderr.splitlines()) == 1, process.stderr
 
 

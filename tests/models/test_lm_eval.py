@@ -121,7 +121,7 @@ def test_options_of_a_question_equal_continuations_of_its_prefix(tasks, split, f
     monkeypatch.setattr(
         Generator,
         "prefill",
-        lambda self, state, prompts: prefills.append(len(prompts)) or original(self, state, prompts),
+        lambda self, state, prompts, *texts: prefills.append(len(prompts)) or original(self, state, prompts, *texts),
     )
     options = {"path": str(DIRECTORY), "policy": "snapkv", "budget": 400}
     _, responses = evaluate(tasks, "kvjax", names=["local_choices"], **options, **split)
@@ -131,10 +131,12 @@ def test_options_of_a_question_equal_continuations_of_its_prefix(tasks, split, f
     for line, choices in zip(tasks.lines, responses["local_choices"], strict=True):
         prompt, end = line["prompt"], find_end(line)
         for choice, [(log_prob, _)] in zip(line["choices"], choices, strict=True):
-            prefix = llm.prefix(prompt[:end], "snapkv", 400)
+            context = llm.encode(prompt[:end])
+            generator = llm.cache("snapkv", 400).generator(max_prompt_tokens=len(context), max_new_tokens=256)
             question = llm.tokenizer.encode(prompt[end:], add_bos=False)
             continuation = llm.tokenizer.encode(f" {choice}", add_bos=False)  # the harness adds a space
-            _, [log_probs] = prefix.generator.score(prefix.state, [question + continuation])
+            state = generator.prefill(generator.init_state(), [context])
+            _, [log_probs] = generator.score(state, [question + continuation])
             assert float(log_prob) == pytest.approx(float(log_probs[len(question) :].sum()), abs=1e-3)
 
 

@@ -32,13 +32,18 @@ def make_model(seed=0, **changes):
 
 def make_generator(policy="uniform", model=None, **changes):
     sizes = {"batch": 2, "max_prompt_tokens": 12, "max_new_tokens": 24, **changes}
-    return Generator(model or make_model(), POLICIES[policy](), **sizes, sampling=Sampling(temperature=1.0))
+    return Generator(model or make_model(), POLICIES[policy](), **sizes)
+
+
+def start(generator, seed=0):
+    """Returns a state whose tokens are sampled."""
+    return generator.init_state(seed, Sampling(temperature=1.0))
 
 
 @pytest.mark.parametrize("policy", each(POLICIES, quick=("uniform", "host_memory")))
 def test_a_restored_generation_continues_like_an_uninterrupted_one(policy, tmp_path):
     generator = make_generator(policy)
-    first, state = generator.decode_all(generator.prefill(generator.init_state(7), PROMPTS), 8)
+    first, state = generator.decode_all(generator.prefill(start(generator, 7), PROMPTS), 8)
     SavedStates(tmp_path).save(8, generator, state, {"seed": 7}, {"tokens": first})
     remaining, _ = generator.decode_all(state, 12)
 
@@ -109,7 +114,7 @@ SAVING_PROCESS = """
 
     saves.Saves._write_digests = kill
     generator, saved, tokens = tests.make_generator(), tests.SavedStates(sys.argv[1]), [[], []]
-    for state, new in generator.decode(generator.prefill(generator.init_state(7), tests.PROMPTS), 24):
+    for state, new in generator.decode(generator.prefill(tests.start(generator, 7), tests.PROMPTS), 24):
         for row, row_tokens in zip(tokens, new.tolist()):
             row.extend(row_tokens)
         saved.save(len(tokens[0]), generator, state, notes={"tokens": tokens})
@@ -124,5 +129,5 @@ def test_a_run_that_is_killed_while_saving_resumes_from_the_previous_save(tmp_pa
     step, state, notes = SavedStates(tmp_path).restore(generator)
     assert step == 8
     remaining, _ = generator.decode_all(state, 16)
-    uninterrupted, _ = generator.decode_all(generator.prefill(generator.init_state(7), PROMPTS), 24)
+    uninterrupted, _ = generator.decode_all(generator.prefill(start(generator, 7), PROMPTS), 24)
     assert [before + after for before, after in zip(notes["tokens"], remaining, strict=True)] == uninterrupted
