@@ -120,7 +120,7 @@ def register(name: str, policy_class: PolicyClass) -> PolicyClass:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyChoice:
-    """A registered policy by name, with settings as text and possibly a budget.
+    """A registered policy by name, with settings and possibly a budget.
 
     Every policy takes its own settings and `full_layers=n` (`FirstLayers` with a full cache). Retrieval policies take
     `host_steps=R` (`HostMemory`), top-k policies `alpha_safeguard=x` (`AdaKV`), policies with a budget `heads=auto` or
@@ -128,14 +128,14 @@ class PolicyChoice:
 
     Attributes:
         name: the registered name.
-        settings: pairs of a setting and its value as text.
+        settings: pairs of a setting and its value.
         budget: the budget, if it is part of the text.
         shares: shares of the KV heads, with which `heads=auto` is replaced.
         is_auto: whether the text is `auto`, whose further settings `kvjax_models` chooses for a model and a budget.
     """
 
     name: str
-    settings: tuple[tuple[str, str], ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
     budget: Budget | None = None
     shares: Shares | None = None
     is_auto: bool = False
@@ -167,7 +167,7 @@ class PolicyChoice:
             key, equals, value = part.partition("=")
             if not equals:
                 raise ValueError(f"policy {shorten(text)}: {shorten(part)} must have the form setting=value")
-            settings.append((key, value))
+            settings.append((key, parse_value(value)))
         size = Budget.parse(budget) if budget else None
         choice = cls(name, tuple(settings), size, is_auto=description == "auto")
         if budget and not choice.takes_budget:
@@ -192,8 +192,8 @@ class PolicyChoice:
         """Returns the choice without `heads=auto`: all heads get equal budgets."""
         return dataclasses.replace(self, settings=tuple(pair for pair in self.settings if pair != ("heads", "auto")))
 
-    def with_settings(self, **settings: str) -> "PolicyChoice":
-        """Returns the choice with further settings, as text; its present ones stay."""
+    def with_settings(self, **settings: Any) -> "PolicyChoice":
+        """Returns the choice with further settings; its present ones stay."""
         return dataclasses.replace(self, settings=tuple((settings | dict(self.settings)).items()))
 
     @property
@@ -204,7 +204,7 @@ class PolicyChoice:
     @property
     def variant(self) -> str | None:
         """The settings as text, None for defaults; with the name they identify a row of results."""
-        return ",".join(f"{key}={value}" for key, value in self.settings) or None
+        return ",".join(f"{key}={_format_value(value)}" for key, value in self.settings) or None
 
     def __str__(self) -> str:
         text = f"{self.name}:{self.variant}" if self.settings else self.name
@@ -226,14 +226,14 @@ class PolicyChoice:
         types = setting_types(policy_class)
         own: dict[str, Any] = {}
         combinators: dict[str, Any] = {}
-        for key, text in self.settings:
+        for key, value in self.settings:
             if key == "budget" or (key not in types and key not in _COMBINATOR_SETTINGS):
                 known = sorted({*types, *_COMBINATOR_SETTINGS} - {"budget"})
                 raise ValueError(
                     f"policy {self.name}: unknown setting {shorten(key)}; {did_you_mean(key, known)}{self.name} has "
                     f"{', '.join(known)}"
                 )
-            (own if key in types else combinators)[key] = parse_value(text)
+            (own if key in types else combinators)[key] = value
         if combinators.get("heads") == "auto":
             combinators["heads"] = self.shares
             if self.shares is None:
@@ -264,6 +264,13 @@ def parse_value(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return {"true": True, "false": False, "none": None}.get(text, text)
+
+
+def _format_value(value: Any) -> str:
+    """Returns the text of a value, of which `parse_value` returns the value."""
+    if isinstance(value, tuple):
+        return f"({','.join(map(_format_value, value))})"
+    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 AnyPolicy = str | PolicyChoice | Policy | Callable[..., Policy]

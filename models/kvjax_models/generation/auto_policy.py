@@ -114,15 +114,14 @@ def resolve_auto(
         choice = dataclasses.replace(choice, name=STREAMING_POLICY)
     elif is_auto and _uses_scores(profile, fraction):
         choice = dataclasses.replace(choice, name=SMALL_BUDGET_POLICY)
-    settings, types = {}, setting_types(POLICIES[choice.name])
+    settings: dict[str, Any] = {}
+    types = setting_types(POLICIES[choice.name])
     if "compact_every" in types:
-        settings["compact_every"] = "16" if _LARGEST_STAGING * fraction * tokens >= 16 else "8"
+        settings["compact_every"] = 16 if _LARGEST_STAGING * fraction * tokens >= 16 else 8
     if is_auto and choice.name != STREAMING_POLICY:
-        settings["window_size" if "window_size" in types else "recent"] = "16"
+        settings["window_size" if "window_size" in types else "recent"] = 16
     if is_auto and "reserve_decode_slots" in types:
-        settings["reserve_decode_slots"] = (
-            "true" if spec.max_new_tokens <= _LARGEST_RESERVE * kept * tokens else "false"
-        )
+        settings["reserve_decode_slots"] = spec.max_new_tokens <= _LARGEST_RESERVE * kept * tokens
     choice = choice.with_settings(**settings)
     return choice.without_profile() if shares is None else choice.with_shares(shares), budget, kv_dtype
 
