@@ -253,3 +253,32 @@ def test_the_only_head_of_a_device_has_an_unshared_budget():
     _, sharded = run(kvjax.AdaKV(policy, 0.0), mesh, LENGTHS, NEW, *streams())
     for one, other in zip(single, sharded, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "mesh"))
+def freeze_texts(policy, mesh, lengths, prompt_keys, prompt_values, prompt_queries):
+    """Returns the cache of two texts, which has no capacity for further tokens."""
+    cache = kvjax.init(policy, dataclasses.replace(SPEC, batch=2, max_new_tokens=0), row_keys(2), mesh)
+    prompt_end = last_queries(cache.policy, prompt_queries, jnp.full(2, prompt_queries.shape[1]))
+    return kvjax.prefill(cache, prompt_keys, prompt_values, lengths, prompt_end)[0]
+
+
+@on_devices
+@pytest.mark.parametrize(
+    "name", each(("exact", "uniform", "snapkv", "subgen", "clusterkv"), quick=("uniform", "exact"))
+)
+def test_rows_of_frozen_texts(name):
+    prompt_keys, prompt_values, prompt_queries, keys, values, queries = streams()
+
+    @functools.partial(jax.jit, static_argnames=("mesh",))
+    def run(mesh, text):
+        tail = kvjax.init(kvjax.Exact(), dataclasses.replace(SPEC, max_prompt_tokens=1), row_keys(SPEC.batch), mesh)
+        return kvjax.step(tail, queries[:, :8], keys[:, :8], values[:, :8], NEW, text=text)[0]
+
+    outputs = []
+    for mesh in (None, kvjax.make_mesh(SPEC.kv_heads, data=2, tensor=4)):
+        prompts = (prompt_keys[:2], prompt_values[:2], prompt_queries[:2])
+        text = kvjax.freeze(freeze_texts(POLICIES[name], mesh, LENGTHS[:2], *prompts))
+        outputs.append(np.asarray(run(mesh, text)))
+    present = np.arange(8) < np.asarray(NEW)[:, None]
+    np.testing.assert_allclose(outputs[0][present], outputs[1][present], atol=1e-5)
