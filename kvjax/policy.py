@@ -486,12 +486,12 @@ def policy_of(description: Mapping[str, Any]) -> Policy:
         Exact(compact_every=32)
     """
 
-    def classes(of: type) -> Iterator[type]:
-        for one in of.__subclasses__():
-            yield one
-            yield from classes(one)
+    def subclasses(of: type) -> Iterator[type]:
+        for subclass in of.__subclasses__():
+            yield subclass
+            yield from subclasses(subclass)
 
-    known = {one.__name__: one for one in classes(Policy)}
+    known: dict[str, type] = {subclass.__name__: subclass for subclass in subclasses(Policy)}
 
     def build(value: Any) -> Any:
         """Converts an object with a class to a policy, and a list to a tuple."""

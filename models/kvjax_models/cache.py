@@ -10,9 +10,7 @@ Sizes of buffers are resolved where lengths are known: in `generate`, in `read` 
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard, Unpack
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Unpack
 
 import kvjax
 from kvjax.budget import Budget, format_bytes
@@ -29,7 +27,7 @@ from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill_together import prefill_together
 from kvjax_models.generation.sampling import Sampling, SamplingOptions
 from kvjax_models.generation.state import cache_specs
-from kvjax_models.prompts import Message, Prompt, TemplateOptions, as_prompts, is_prompt, render_context
+from kvjax_models.prompts import Message, Prompt, TemplateOptions, as_prompts, is_prompt, is_tokens, render_context
 from kvjax_models.usage import Collector, Completion, collect
 
 if TYPE_CHECKING:
@@ -518,7 +516,7 @@ def _encode_text(
     llm: "LanguageModel", text: Prompt | Sequence[int], chat: bool | None, template_options: TemplateOptions
 ) -> tuple[list[int], tuple[Message, ...] | None]:
     """Returns the tokens of a document's text, and the conversation that questions continue, if there is one."""
-    if _is_tokens(text):
+    if is_tokens(text) and len(text):
         if chat:
             raise ValueError("chat=True needs a text or messages, got token ids")
         return [int(token) for token in text], None
@@ -531,10 +529,6 @@ def _encode_text(
     messages: tuple[Message, ...] = ({"role": "user", "content": text},) if isinstance(text, str) else tuple(text)
     rendered = render_context(llm.tokenizer, messages, template_options)
     return llm.tokenizer.encode_continuation(rendered, context=()), messages
-
-
-def _is_tokens(text: Prompt | Sequence[int]) -> TypeGuard[Sequence[int]]:
-    return not isinstance(text, str) and len(text) > 0 and all(isinstance(one, int | np.integer) for one in text)
 
 
 def _parse_rows(rows: int | str, generator: Generator) -> int:

@@ -1,7 +1,7 @@
 r"""Continuous batching: answers any number of requests with a fixed number of batch rows.
 
     engine = llm.cache("snapkv", "25%").engine(rows=8, max_prompt_tokens=8192, max_new_tokens=256)
-    number = engine.add("Once upon a time", temperature=0.7, stop="\n")
+    number = engine.add("Once upon a time", sampling=Sampling(temperature=0.7), stop="\n")
     while engine.has_unfinished:
         for output in engine.step():
             print(output.number, output.text, output.finish_reason)
@@ -19,7 +19,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ from kvjax_models.generation.decode import NO_TOKEN, Texts, decode_block
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import GREEDY, SampledTokens, Sampling
 from kvjax_models.generation.state import GenerationState, check_seed, compact_layers, constrain_state
+from kvjax_models.prompts import Prompt, TemplateOptions, encode_prompt, is_tokens
 from kvjax_models.sharding import replicate
 from kvjax_models.stopwatch import Stopwatch
 
@@ -195,50 +196,60 @@ class Engine:
 
     def add(
         self,
-        prompt: Sequence[int],
+        prompt: Prompt | Sequence[int],
         document: "Document | None" = None,
         *,
         sampling: Sampling = GREEDY,
         stop: str | Sequence[str] = (),
         max_new_tokens: int | None = None,
         seed: int = 0,
+        template_options: TemplateOptions = None,
     ) -> int:
         """Adds a request.
 
         Args:
-            prompt: token ids (`LanguageModel.encode`); with a document, of a question (`Document.encode`).
+            prompt: a text, a conversation, or token ids; with a document, a question as for `Document.ask`, or token
+                ids that follow the document.
             document: the document that the request continues, in an engine for documents.
             sampling: parameters of sampling.
             stop: strings that finish the sequence and are not part of its text; they may contain special tokens.
             max_new_tokens: maximum number of new tokens; by default what the caches have capacity for.
             seed: seed of sampling and of the policy's random numbers.
+            template_options: variables of the chat template, for a conversation.
 
         Returns:
             The number of the request.
 
         Raises:
             ValueError: if an argument is invalid, the sequence is too long, or the document does not fit.
+            TypeError: if the prompt has another type.
         """
-        capacity = self._capacity(document) - len(prompt)
+        if is_tokens(prompt):
+            tokens: Sequence[int] = prompt
+        elif document is None:
+            tokens = encode_prompt(self._tokenizer, cast(Prompt, prompt), template_options)
+        else:
+            tokens = document.encode(cast(Prompt, prompt))
+        capacity = self._capacity(document) - len(tokens)
         limit = max(capacity, 1) if max_new_tokens is None else check_integer("max_new_tokens", max_new_tokens, 1)
         if capacity < limit:
             raise ValueError(
-                f"{len(prompt)} tokens of the prompt and max_new_tokens={limit} exceed the "
-                f"{capacity + len(prompt)} tokens that the caches have capacity for"
+                f"{len(tokens)} tokens of the prompt and max_new_tokens={limit} exceed the "
+                f"{capacity + len(tokens)} tokens that the caches have capacity for"
             )
         if document is None:
-            if not len(prompt):
+            if not len(tokens):
                 raise ValueError("the prompt is empty; it must have at least one token")
-            if len(prompt) > self.generator.max_prompt_tokens:
+            if len(tokens) > self.generator.max_prompt_tokens:
                 raise ValueError(
-                    f"{len(prompt)} tokens exceed max_prompt_tokens={self.generator.max_prompt_tokens}; shorten the "
+                    f"{len(tokens)} tokens exceed max_prompt_tokens={self.generator.max_prompt_tokens}; shorten the "
                     "prompt or pass a larger number"
                 )
         before = 0 if document is None else document.num_tokens
-        self.generator.check_context(before + len(prompt) + limit)
+        self.generator.check_context(before + len(tokens) + limit)
         check_seed(seed)
         number, self._next_number = self._next_number, self._next_number + 1
-        self._waiting.append(Request(number, prompt, document, sampling, check_stop(stop), limit, seed))
+        self._waiting.append(Request(number, tokens, document, sampling, check_stop(stop), limit, seed))
         return number
 
     def _capacity(self, document: "Document | None") -> int:

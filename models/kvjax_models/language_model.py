@@ -31,7 +31,7 @@ from kvjax_models.profile import Profile
 from kvjax_models.prompts import Message as Message
 from kvjax_models.prompts import Prompt as Prompt
 from kvjax_models.prompts import TemplateOptions as TemplateOptions
-from kvjax_models.prompts import check_prompt
+from kvjax_models.prompts import encode_prompt
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # downloaded from the hub, without subdirectories
 
@@ -169,14 +169,7 @@ class LanguageModel:
             TypeError: if the prompt is neither a text nor a list of messages.
             ValueError: if there are `template_options` and the prompt is a text.
         """
-        check_prompt(prompt)
-        if not isinstance(prompt, str):
-            return self.tokenizer.encode_chat(prompt, template_options=template_options)
-        if template_options:
-            raise ValueError(
-                f"template_options={template_options!r} apply to conversations only; pass a list of messages"
-            )
-        return self.tokenizer.encode(prompt)
+        return encode_prompt(self.tokenizer, prompt, template_options)
 
 
 def load(

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
+import numpy as np
+
 from kvjax_models.formats.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
@@ -43,6 +45,39 @@ def as_prompts(prompts: Any) -> Iterable[Prompt]:
             f"prompts must be a list of texts or conversations, got {type(prompts).__name__}; pass [prompt]"
         )
     return prompts
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, template_options: TemplateOptions = None) -> list[int]:
+    """Converts a prompt to tokens.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        prompt: a text, which gets a BOS token if the model uses one, or a conversation, which is written in the
+            model's chat template.
+        template_options: variables of the chat template.
+
+    Returns:
+        Token ids.
+
+    Raises:
+        TypeError: if the prompt is neither a text nor a list of messages.
+        ValueError: if there are `template_options` and the prompt is a text.
+    """
+    check_prompt(prompt)
+    if not isinstance(prompt, str):
+        return tokenizer.encode_chat(prompt, template_options=template_options)
+    if template_options:
+        raise ValueError(f"template_options={template_options!r} apply to conversations only; pass a list of messages")
+    return tokenizer.encode(prompt)
+
+
+def is_tokens(value: object) -> TypeGuard[Sequence[int]]:
+    """Returns whether a value is a list of token ids."""
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and all(isinstance(one, int | np.integer) for one in value)
+    )
 
 
 # Marks the end of a text in a rendered chat template; printable, so that templates neither trim nor escape it.
