@@ -486,12 +486,13 @@ def policy_of(description: Mapping[str, Any]) -> Policy:
         Exact(compact_every=32)
     """
 
-    def subclasses(of: type) -> Iterator[type]:
-        for subclass in of.__subclasses__():
+    def subclasses(of: type[Any]) -> Iterator[type[Any]]:
+        children: list[type[Any]] = of.__subclasses__()
+        for subclass in children:
             yield subclass
             yield from subclasses(subclass)
 
-    known: dict[str, type] = {subclass.__name__: subclass for subclass in subclasses(Policy)}
+    known: dict[str, Any] = {subclass.__name__: subclass for subclass in subclasses(Policy)}
 
     def build(value: Any) -> Any:
         """Converts an object with a class to a policy, and a list to a tuple."""
