@@ -1,9 +1,8 @@
-"""Atomic file writes with digests and locks: a file is either complete and on disk, or unchanged."""
+"""Atomic file writes and locks: a file is either complete and on disk, or unchanged."""
 
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import pathlib
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from jax.experimental import multihost_utils
 
 from kvjax_models.devices import is_first_process
 
-DIGESTS = "digests.json"
 LOCK = ".lock"
 
 
@@ -142,53 +140,3 @@ def sha256_of_file(path: pathlib.Path) -> str:
     """Returns the SHA-256 digest of a file in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_digests(directory: pathlib.Path) -> None:
-    """Writes the digests of all files of a directory into it; all of them are on disk when this returns."""
-    digests = {name: sha256_of_file(path) for name, path in _files(directory).items()}
-    for path in directory.rglob("*"):
-        fsync(path)
-    # The digests are protected by a digest, too: damage in them must not blame an intact file.
-    text = json.dumps(digests, indent=1, sort_keys=True)
-    write_text(directory / DIGESTS, json.dumps({"sha256": sha256_of_bytes(text.encode()), "files": text}) + "\n")
-
-
-def find_damage(directory: pathlib.Path) -> str | None:
-    """Compares a directory with the digests that `write_digests` wrote.
-
-    Returns:
-        A description of the first difference; None if all files are unchanged and no file was added.
-    """
-    try:
-        stored = json.loads((directory / DIGESTS).read_text(encoding="utf-8"))
-        text = stored["files"]
-        if sha256_of_bytes(text.encode()) != stored["sha256"]:
-            return f"{DIGESTS} is damaged"
-        expected = json.loads(text)
-    except FileNotFoundError:
-        return f"{DIGESTS} is missing"
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return f"{DIGESTS} is damaged"
-    except OSError as error:
-        return f"{DIGESTS} cannot be read: {error}"
-    try:
-        files = _files(directory)
-        if missing := sorted(expected.keys() - files.keys()):
-            return f"{missing[0]} is missing"
-        if unexpected := sorted(files.keys() - expected.keys()):
-            return f"{unexpected[0]} was added after saving"
-        for name, path in files.items():
-            if sha256_of_file(path) != expected[name]:
-                return f"{name} is damaged: its SHA-256 differs from the saved one"
-    except OSError as error:
-        return f"a file cannot be read: {error}"
-    return None
-
-
-def _files(directory: pathlib.Path) -> dict[str, pathlib.Path]:
-    """Returns all files below a directory except the digests, by relative path."""
-    paths = [path for path in sorted(directory.rglob("*")) if path.is_symlink() or not path.is_dir()]
-    files = {path.relative_to(directory).as_posix(): path for path in paths}
-    files.pop(DIGESTS, None)
-    return files

@@ -17,9 +17,9 @@ from experiments.common.rows import RowFile
 from kvjax_models import atomic_io
 from kvjax_models.fingerprint import model_fingerprint
 from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.numbered_saves import NumberedSaves
 from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.model.llama import Llama
+from kvjax_models.saves import DIGESTS, Saves
 from tests.models.support import damage_bytes, limit_file_size, small_config, start_python
 
 CONFIG = small_config()
@@ -41,7 +41,7 @@ def save(saves, *steps):
 
 def assert_intact(saves, step):
     assert saves.notes(step) == {"step": step}
-    jax.tree.map(np.testing.assert_array_equal, saves.arrays(step, SHAPES), make_arrays(step))
+    jax.tree.map(np.testing.assert_array_equal, saves.restore(step, SHAPES), make_arrays(step))
 
 
 def visible_names(directory):
@@ -60,7 +60,7 @@ def damage_file(path, rng):
     return kind
 
 
-# --- Numbered saves ---
+# --- Saves ---
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.heavy)])
@@ -68,11 +68,11 @@ def test_damaged_saves_are_never_used(seed, tmp_path, caplog):
     """In 200 cases the older save is used and a warning names the damaged one."""
     rng = random.Random(seed)
     original, directory = tmp_path / "original", tmp_path / "damaged"
-    save(NumberedSaves(original), 1, 2)
+    save(Saves(original), 1, 2)
     for number in range(200):
         shutil.copytree(original, directory)
         path = rng.choice(sorted(path for path in (directory / "2").rglob("*") if path.is_file()))
-        saves, case = NumberedSaves(directory), f"{damage_file(path, rng)} {path.name}"
+        saves, case = Saves(directory), f"{damage_file(path, rng)} {path.name}"
         caplog.clear()
         assert saves.newest() == 1, (number, case)
         assert str(directory / "2") in caplog.text and "falling back to the save of step 1" in caplog.text, case
@@ -82,23 +82,25 @@ def test_damaged_saves_are_never_used(seed, tmp_path, caplog):
 
 
 def test_errors_name_every_damaged_save(tmp_path):
-    save(NumberedSaves(tmp_path), 1, 2)
+    save(Saves(tmp_path), 1, 2)
     for step in (1, 2):
-        (tmp_path / str(step) / "notes.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"all saves are damaged: .*2: notes.json is .*1: notes.json is damaged"):
-        NumberedSaves(tmp_path).newest()
+        (tmp_path / str(step) / "notes" / "metadata").write_text("{}")
+    with pytest.raises(
+        ValueError, match=r"all saves are damaged: .*2: notes/metadata is .*1: notes/metadata is damaged"
+    ):
+        Saves(tmp_path).newest()
 
 
 def test_a_save_that_is_damaged_after_it_was_verified_is_found(tmp_path):
-    saves = NumberedSaves(tmp_path)
+    saves = Saves(tmp_path)
     save(saves, 1, 2)
     assert saves.newest() == 2
-    damage_file(tmp_path / "2" / "notes.json", random.Random(0))
+    damage_file(tmp_path / "2" / "notes" / "metadata", random.Random(0))
     assert saves.newest() == 1
 
 
 def test_notes_may_have_numbers_of_numpy(tmp_path):
-    saves = NumberedSaves(tmp_path)
+    saves = Saves(tmp_path)
     saves.save(1, make_arrays(1), {"size": np.int64(3)}, {"score": np.float32(0.5), "tokens": np.arange(3)})
     assert saves.manifest(1) == {"size": 3} and saves.notes(1) == {"score": 0.5, "tokens": [0, 1, 2]}
     with pytest.raises(TypeError, match="set cannot be written as JSON"):
@@ -106,32 +108,31 @@ def test_notes_may_have_numbers_of_numpy(tmp_path):
 
 
 def test_a_damaged_save_is_renamed_when_its_step_is_saved_again(tmp_path):
-    save(NumberedSaves(tmp_path), 1, 2)
-    damage_file(tmp_path / "2" / "notes.json", random.Random(0))
-    saves = NumberedSaves(tmp_path)
+    save(Saves(tmp_path), 1, 2)
+    damage_file(tmp_path / "2" / "notes" / "metadata", random.Random(0))
+    saves = Saves(tmp_path)
     save(saves, 2)
-    assert saves.newest() == 2 and (tmp_path / "2.damaged").is_dir()
+    assert saves.newest() == 2 and (tmp_path / "damaged-2").is_dir()
     assert_intact(saves, 2)
 
 
 @pytest.mark.parametrize("step", [3, 2])
 def test_a_step_that_is_not_newer_is_refused(step, tmp_path):
-    saves = NumberedSaves(tmp_path)
+    saves = Saves(tmp_path)
     save(saves, 3)
     with pytest.raises(ValueError, match=f"step {step} is not newer than the save of step 3"):
         save(saves, step)
     assert_intact(saves, 3)
     with pytest.raises(ValueError, match="already has saves of step 3; resume from them"):
-        NumberedSaves(tmp_path).lock(require_empty=True)
+        Saves(tmp_path).lock(require_empty=True)
 
 
 @pytest.mark.parametrize("step", [-1, True, 16.0, "16", "../../out", None, np.float64(1)])
 def test_invalid_steps(step, tmp_path):
     generator = Generator(make_model(), kvjax.Exact(), batch=1, max_prompt_tokens=8, max_new_tokens=8)
     arguments = (step, generator, generator.init_state())
-    for saves, values in ((SavedStates(tmp_path / "run"), arguments), (NumberedSaves(tmp_path), (step, {}, {}, {}))):
-        with pytest.raises(ValueError, match="step=.* must be an integer|step=-1 must be at least 0"):
-            saves.save(*values)
+    with pytest.raises(ValueError, match="step=.* must be an integer|step=-1 must be at least 0"):
+        SavedStates(tmp_path).save(*arguments)
     assert not list(tmp_path.iterdir())
 
 
@@ -147,24 +148,23 @@ def test_steps_and_sizes_may_be_numpy_integers(tmp_path):
 
 
 def test_deeply_nested_digests_are_damage(tmp_path, caplog):
-    save(NumberedSaves(tmp_path), 1, 2)
-    (tmp_path / "2" / atomic_io.DIGESTS).write_text("[" * 200_000)
-    assert NumberedSaves(tmp_path).newest() == 1 and "digests.json is damaged" in caplog.text
+    save(Saves(tmp_path), 1, 2)
+    (tmp_path / "2" / DIGESTS).write_text("[" * 200_000)
+    assert Saves(tmp_path).newest() == 1 and "digests.json or another file cannot be read" in caplog.text
 
 
 def test_a_renamed_save_is_damaged(tmp_path, caplog):
-    save(NumberedSaves(tmp_path), 1, 2)
+    save(Saves(tmp_path), 1, 2)
     (tmp_path / "2").rename(tmp_path / "7")
-    (tmp_path / "007").mkdir()
-    assert NumberedSaves(tmp_path).steps() == [1, 7] and NumberedSaves(tmp_path).newest() == 1
+    assert Saves(tmp_path).steps() == [1, 7] and Saves(tmp_path).newest() == 1
     assert "7: the directory was renamed: it holds the save of step 2" in caplog.text
 
 
 SAVE_FOREVER = """
-    import pathlib, sys
-    from kvjax_models.generation.numbered_saves import NumberedSaves
+    import sys
+    from kvjax_models.saves import Saves
     from tests.trust import test_saves
-    saves = NumberedSaves(pathlib.Path(sys.argv[1]))
+    saves = Saves(sys.argv[1])
     first = saves.newest() + 1 if saves.steps() else 1
     for step in range(first, 10**6):
         test_saves.save(saves, step)
@@ -177,12 +177,12 @@ def test_a_second_writer_is_refused_while_the_first_lives(tmp_path):
     try:
         assert writer.stdout.readline() == "1\n", writer.stderr.read()[-2000:]
         with pytest.raises(OSError, match=r"another process is writing to .* \(it holds \.lock\); wait for it"):
-            save(NumberedSaves(tmp_path), 10**7)
+            save(Saves(tmp_path), 10**7)
     finally:
         writer.kill()
         writer.communicate()
-    save(NumberedSaves(tmp_path), 10**7)
-    assert_intact(NumberedSaves(tmp_path), 10**7)
+    save(Saves(tmp_path), 10**7)
+    assert_intact(Saves(tmp_path), 10**7)
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(50, marks=pytest.mark.heavy)])
@@ -194,28 +194,28 @@ def test_a_killed_writer_leaves_an_intact_save(kills, tmp_path):
         time.sleep(rng.uniform(0.0, 0.4))
         writer.send_signal(signal.SIGKILL)
         reported = writer.communicate()[0].split()
-        saves = NumberedSaves(tmp_path)
+        saves = Saves(tmp_path)
         assert saves.newest() >= int(reported[-1] if reported else last)
         last = saves.newest()
         assert_intact(saves, last)
 
 
 def test_a_full_disk_preserves_the_previous_save(tmp_path):
-    saves = NumberedSaves(tmp_path)
+    saves = Saves(tmp_path)
     save(saves, 1)
     large = {"a": jax.random.normal(jax.random.key(0), (10_000,))}
     with pytest.raises(OSError, match="step 2 could not be saved to .*") as error, limit_file_size(2000):
         saves.save(2, large, {"format": 1}, {})
     assert "\n" not in str(error.value)
     assert visible_names(tmp_path) == ["1"]
-    assert_intact(NumberedSaves(tmp_path), 1)
+    assert_intact(Saves(tmp_path), 1)
     save(saves, 2)
 
 
 @pytest.mark.parametrize(
     "write",
     [
-        lambda path: save(NumberedSaves(path), 1),
+        lambda path: save(Saves(path), 1),
         lambda path: RowFile(path / "rows.jsonl"),
     ],
     ids=["save", "rows"],

@@ -25,8 +25,9 @@ from kvjax_models.fingerprint import tokenizer_fingerprint
 from kvjax_models.generation.batching import Request, seed_of_prompt
 from kvjax_models.generation.completions import generate_completions
 from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.saved_states import describe_difference, describe_generator
+from kvjax_models.generation.saved_states import describe_generator
 from kvjax_models.language_model import LanguageModel
+from kvjax_models.saves import describe_difference
 
 FORMAT = 3  # of OUT.jsonl.run.json
 _KEYS = {"prompt", "messages", "max_new_tokens", "seed", "id"}

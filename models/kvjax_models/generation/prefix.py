@@ -140,7 +140,7 @@ class Prefix:
         return kept_shares(self.generator, self.tokens, self.seed)
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Saves the prefix and the model's parameters; see `SavedStates.save`.
+        """Saves the prefix; see `SavedStates.save`.
 
         Args:
             directory: a directory without saves.
