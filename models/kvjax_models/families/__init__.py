@@ -16,10 +16,11 @@ from kvjax_models.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
 from kvjax_models.families.olmo import OLMO2, OLMO3
 from kvjax_models.families.phi3 import PHI3
 from kvjax_models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from kvjax_models.families.seed_oss import SEED_OSS
 from kvjax_models.families.smollm3 import SMOLLM3
 
 _FAMILIES = (
     LLAMA, MISTRAL, MINISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GPT_OSS, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, PHI3,
-    OLMO2, OLMO3, SMOLLM3, GRANITE,
+    OLMO2, OLMO3, SMOLLM3, GRANITE, SEED_OSS,
 )  # fmt: skip
 FAMILIES = {family.model_type: family for family in _FAMILIES}
