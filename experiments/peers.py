@@ -33,7 +33,6 @@ from experiments.tasks.task import Request, Task
 from kvjax.budget import Budget
 from kvjax_models import LanguageModel
 from kvjax_models.formats import gguf_checkpoint
-from kvjax_models.formats.families import FAMILIES
 from kvjax_models.formats.gguf_file import read_gguf
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.language_model import resolve_path
@@ -89,7 +88,7 @@ def save_for_transformers(path: pathlib.Path, tokenizer: Tokenizer, directory: p
         directory: the directory.
     """
     values, checkpoint = gguf_checkpoint.read_checkpoint(read_gguf(path))
-    values |= {"architectures": [FAMILIES[values["model_type"]].architecture], "pad_token_id": None}
+    values |= {"architectures": [checkpoint.family.architecture], "pad_token_id": None}
     values |= {"bos_token_id": None, "eos_token_id": list(tokenizer.eos_ids) or None}
     (directory / "config.json").write_text(json.dumps(values), encoding="utf-8")
     tensors = {name: np.ascontiguousarray(tensor.read(), np.float32) for name, tensor in checkpoint.tensors.items()}

@@ -2,29 +2,44 @@
 
     python -m experiments.pod_plan --shape llama-3.1-70b --context_tokens 1048576 --batch 1 --topology v5p:4x4x4
 
-For every topology and policy, decoding and the prefill of one layer are compiled with the TPU compiler on this machine.
-The output has the bytes of weights, caches and temporaries per chip, and the collectives of a decode step. Operations
-and bytes of a token follow from shapes, and the minimum time from the chip's published rates. `--largest` also finds
-the largest batch that fits.
+For every topology and policy, decoding and prefill are compiled with the TPU compiler on this machine. The output has
+the bytes of weights, caches and temporaries per chip, and the collectives of a decode step. The minimum time of a token
+follows from its bytes and operations and the chip's published rates.
 
-Compiling 80 layers takes minutes. With `--compiled_layers 4`, four and two layers are compiled and the figures are
+Programs of all layers take minutes to compile, so `--compiled_layers` and half of them are compiled and the figures are
 extrapolated. For equal layers, this is exact except for temporaries: with few layers they fit in on-chip memory, which
 is not counted (96 instead of 147 MiB for 12 layers of Llama-3.1-8B with SubGen on v5e).
 """
 
 import dataclasses
+import json
 import pathlib
 from collections import Counter
 from typing import Any
 
-from experiments.common import caches, planning
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.experimental import topologies
+
+import kvjax
+from experiments.common import ROOT, caches
+from experiments.common.compiled import Collective, collectives
 from experiments.common.compilers import prepare_compiler
 from experiments.common.console import print_table
 from experiments.common.flags import Flags, one_of, repeatable, run_command
 from experiments.common.output import Figure, figure, write_figures
-from experiments.common.planning import Plan, Program
-from experiments.common.shapes import find_shape, first_layers
+from experiments.common.shapes import find_shape, first_layers, zero_scorer
 from kvjax.budget import format_bytes
+from kvjax_models.generation import lowering
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.state import cache_specs
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
+from kvjax_models.sharding import parameter_shardings
+
+DECODING = "decoding"
+CHIPS = json.loads((ROOT / "experiments" / "targets" / "tpus.json").read_text())["chips"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,45 +53,208 @@ class Options(Flags):
     context_tokens: int = 131072  # Maximum length of prompts.
     max_new_tokens: int = 1024  # Maximum number of tokens after it.
     batch: int = 8  # Sequences over all groups of chips.
-    layers: int | None = None  # Layers of the model; by default all.
-    compiled_layers: int | None = None  # Layers to compile: even, and at least 4; by default all.
+    compiled_layers: int = 4  # Layers to compile: even, and at least 4; 0: all.
     prefill: str = one_of("exact", ("exact", "streaming"))  # Exact prefill, or prefill through the compressed cache.
     prefill_chunk: int = 256  # Tokens per chunk of exact prefill.
     mesh_data: int = 1  # Groups of chips; each group has some of the sequences.
     mesh_sequence: int | None = None  # Chips that share one KV head; by default as few as possible.
-    largest: bool = False  # Also find the largest batch that fits.
     output_dir: str = "build/pod_plan"  # Directory of the figures.
 
     def __post_init__(self) -> None:
         super().__post_init__()
         # The program of a single layer differs: extrapolations from it were off by tens of gigabytes.
-        if self.compiled_layers is not None and (self.compiled_layers < 4 or self.compiled_layers % 2):
-            raise ValueError(f"compiled_layers={self.compiled_layers} must be even and at least 4")
+        if self.compiled_layers and (self.compiled_layers < 4 or self.compiled_layers % 2):
+            raise ValueError(f"compiled_layers={self.compiled_layers} must be 0, or even and at least 4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The compiler's report of one device's part of a program; sizes are bytes."""
+
+    arguments: int = 0
+    temporaries: int = 0
+    results: int = 0
+    collectives: tuple[Collective, ...] = ()
+    problem: str | None = None  # the compiler's error
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A setting on a topology; bytes and operations are per device."""
+
+    setting: str
+    chip: dict[str, float]  # published figures
+    programs: dict[str, Program]
+    parameter_bytes: int
+    cache_bytes: int
+    read_bytes: int  # of the caches, per decode step
+    flops: int  # per decode step
 
     @property
-    def sizes(self) -> planning.Sizes:
-        """Sizes of every plan."""
-        names = [field.name for field in dataclasses.fields(planning.Sizes) if field.name != "streaming"]
-        values = {name: getattr(self, name) for name in names}
-        return planning.Sizes(**values, streaming=self.prefill == "streaming")
+    def prefill_temporaries(self) -> int:
+        """Temporary bytes of prefill, with the arrays that exact prefill holds between its programs."""
+        held = self.programs["prefill"].results if "prefill" in self.programs else 0
+        return held + max(program.temporaries for name, program in self.programs.items() if name != DECODING)
+
+    @property
+    def used(self) -> int:
+        """Peak bytes of a device, in decoding or in prefill."""
+        decoding = self.programs[DECODING]
+        prefill = self.parameter_bytes + self.cache_bytes + self.prefill_temporaries
+        return max(decoding.arguments + decoding.temporaries, prefill)
+
+    @property
+    def problem(self) -> str | None:
+        """The reason why the plan is impossible; None if it is possible."""
+        refused = [f"{name}: {program.problem}" for name, program in self.programs.items() if program.problem]
+        if refused:
+            return "; ".join(refused)
+        memory = self.chip["memory_gb"] * 1e9
+        return None if self.used <= memory else f"{self.used / 1e9:.1f} GB do not fit in {memory / 1e9:.0f} GB"
+
+    @property
+    def ms_per_token(self) -> float:
+        """Lower bound of a decode step from memory bandwidth and matrix units."""
+        reading = (self.parameter_bytes + self.read_bytes) / (1e9 * self.chip["bandwidth_gb_s"])
+        return 1e3 * max(reading, self.flops / (1e12 * self.chip["bfloat16_tflops"]))
 
 
 def main(options: Options) -> None:
     """Prints the plans and writes the figures."""
     prepare_compiler()
-    config = first_layers(find_shape(options.shape), options.layers)
-    make = planning.largest if options.largest else planning.plan
+    config = find_shape(options.shape)
     figures: list[Figure] = []
     for topology in options.topology:
-        plans = [
-            make(config, topology, setting, options.sizes)
-            for setting in caches.parse_settings(options.policy, options.budget)
-        ]
+        settings = caches.parse_settings(options.policy, options.budget)
+        plans = [make_plan(config, topology, setting, options) for setting in settings]
         print_plans(options, topology, plans)
-        figures += [one for plan in plans for one in plan_figures(options, plan)]
-        costs = planning.prefill_bounds(config, topology, options.sizes)
-        figures += print_prefill(topology, costs)
+        figures += [one for plan in plans for one in plan_figures(options, topology, plan)]
         write_figures(pathlib.Path(options.output_dir) / "pod_plan.json", figures)
+
+
+def make_plan(config: LlamaConfig, topology: str, setting: caches.Setting, options: Options) -> Plan:
+    """Compiles the programs of a setting for a topology.
+
+    Args:
+        config: configuration of the model.
+        topology: topology, as libtpu spells it.
+        setting: settings of the cache.
+        options: the options.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: if the chip is unknown, or the chips cannot share the model.
+    """
+    chip = topology.partition(":")[0]
+    if chip not in CHIPS:
+        raise ValueError(f"--topology={topology}: known chips are {', '.join(CHIPS)}")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    mesh = kvjax.make_mesh(
+        config.kv_heads,
+        data=options.mesh_data,
+        tensor=len(devices) // options.mesh_data,
+        sequence=options.mesh_sequence,
+        devices=devices,
+    )
+    model = abstract_model(config, mesh)
+    sizes: dict[str, Any] = {"batch": options.batch, "max_prompt_tokens": options.context_tokens}
+    sizes |= {"max_new_tokens": options.max_new_tokens, "streaming": options.prefill == "streaming"}
+    policy = setting.fit(cache_specs(model, **sizes)[0], options.context_tokens + options.max_new_tokens)
+
+    def make_generator(model: Llama) -> Generator:
+        scorer = jax.eval_shape(lambda: zero_scorer(model.config))
+        return Generator(model, policy, **sizes, prefill_chunk=options.prefill_chunk, scorer=scorer)
+
+    def compile_layers(layers: int) -> dict[str, Program]:
+        """Compiles the programs of the first `layers` layers."""
+        few = make_generator(abstract_model(first_layers(config, layers), mesh))
+        state = lowering.abstract_state(jax.eval_shape(few.init_state), mesh)
+        lowered = {DECODING: lowering.lower_decode(few, state)}
+        if few.streaming:
+            lowered["append"], *_, lowered["compaction"] = lowering.lower_append(few, state)
+        return {name: compile_program(program) for name, program in lowered.items()}
+
+    generator = make_generator(model)
+    state = lowering.abstract_state(jax.eval_shape(generator.init_state), mesh)
+    count = min(config.layers, options.compiled_layers or config.layers)
+    programs = compile_layers(count)
+    if count < config.layers:
+        fewer, steps = compile_layers(count // 2), (config.layers - count) / (count - count // 2)
+        programs = {name: extrapolate(fewer[name], programs[name], steps) for name in programs}
+    if not generator.streaming:
+        prefill, compression = lowering.lower_prefill(generator, options.context_tokens)
+        programs |= {"prefill": compile_program(prefill), "compression": compile_program(compression)}
+    return Plan(
+        str(setting),
+        CHIPS[chip],
+        programs,
+        parameter_bytes=device_bytes(model),
+        cache_bytes=device_bytes(state.layers),
+        # All blocks that a query selects may be on one device.
+        read_bytes=sum(map(kvjax.read_bytes, device_part(state.layers))),
+        flops=2 * options.batch * sum(leaf.size for leaf in jax.tree.leaves(model)) // mesh.size,
+    )
+
+
+def abstract_model(config: LlamaConfig, mesh: jax.sharding.Mesh) -> Llama:
+    """Returns a bfloat16 model without values, on a mesh."""
+    model = nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+
+    def place(x: Any, sharding: jax.sharding.Sharding) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(place, model, parameter_shardings(model, config, mesh))
+
+
+def extrapolate(few: Program, more: Program, steps: float) -> Program:
+    """Extrapolates linearly from two programs.
+
+    Args:
+        few: program with fewer layers.
+        more: program with more layers.
+        steps: how many times the difference of layers is added to the second.
+
+    Returns:
+        The program.
+    """
+    added = Counter(more.collectives) - Counter(few.collectives)
+    again = [collective for collective, count in added.items() for _ in range(round(count * steps))]
+    return Program(
+        round(more.arguments + steps * (more.arguments - few.arguments)),
+        max(more.temporaries, round(more.temporaries + steps * (more.temporaries - few.temporaries))),
+        collectives=(*more.collectives, *again),
+        problem=more.problem or few.problem,
+    )
+
+
+def compile_program(lowered: jax.stages.Lowered) -> Program:
+    """Compiles a program; one that exceeds the memory is reported as a problem."""
+    try:
+        program = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return Program(problem=next(iter(str(error).splitlines())))
+    memory = program.memory_analysis()
+    assert memory is not None
+    return Program(
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        memory.output_size_in_bytes,
+        tuple(collectives(program.as_text() or "")),
+    )
+
+
+def device_part(tree: Any) -> Any:
+    """Returns one device's part of abstract arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), tree)
+
+
+def device_bytes(tree: Any) -> int:
+    """Returns the bytes of one device's part of abstract arrays."""
+    return kvjax.cache_bytes(device_part(tree)).device
 
 
 def describe_collectives(program: Program) -> str:
@@ -91,66 +269,44 @@ def print_plans(options: Options, topology: str, plans: list[Plan]) -> None:
     """Prints a line per plan; bytes are per chip."""
     lines = [
         (
-            str(plan.setting),
+            plan.setting,
             format_bytes(plan.parameter_bytes),
             format_bytes(plan.cache_bytes),
-            format_bytes(plan.decode.temporaries),
+            format_bytes(plan.programs[DECODING].temporaries),
             format_bytes(plan.prefill_temporaries),
-            describe_collectives(plan.decode),
+            describe_collectives(plan.programs[DECODING]),
             f"{plan.ms_per_token:.2f}",
-            "-" if plan.largest is None else str(plan.largest),
             plan.problem or "fits",
         )
         for plan in plans
     ]
-    columns = ("", "weights", "caches", "decode", "prefill", "collectives per step", "min. ms", "max. batch", "")
+    columns = ("", "weights", "caches", "decode", "prefill", "collectives per step", "min. ms", "")
     title = (
         f"{options.shape} on {topology}, {options.batch} sequences of {options.context_tokens} tokens, bytes per chip"
     )
     print_table(title, columns, lines)
 
 
-def plan_figures(options: Options, plan: Plan) -> list[Figure]:
+def plan_figures(options: Options, topology: str, plan: Plan) -> list[Figure]:
     """Returns the figures of a plan."""
     labels: dict[str, Any] = {
-        "setting": str(plan.setting),
+        "setting": plan.setting,
         "shape": options.shape,
-        "topology": plan.topology,
+        "topology": topology,
         "context_tokens": options.context_tokens,
-        "batch": plan.batch,
+        "batch": options.batch,
         "parameter_bytes": plan.parameter_bytes,
         "cache_bytes": plan.cache_bytes,
         "read_bytes": plan.read_bytes,
         "temporaries": {name: program.temporaries for name, program in plan.programs.items()},
-        "collectives": [one._asdict() for one in plan.decode.collectives],
-        "prefill_collectives": [one._asdict() for one in plan.prefill.collectives],
-        "compiled_layers": plan.compiled_layers,
-        "largest_batch": plan.largest,
+        "collectives": {
+            name: [one._asdict() for one in program.collectives] for name, program in plan.programs.items()
+        },
         "problem": plan.problem,
     }
     figures = [figure("ms_per_token_bound", plan.ms_per_token, **labels)]
-    return figures if plan.decode.problem else [*figures, figure("bytes_per_device", plan.used, **labels)]
-
-
-def print_prefill(topology: str, costs: list[planning.prefill_costs.Cost]) -> list[Figure]:
-    """Prints and returns the minimum seconds of exact prefill."""
-    seconds = [cost.seconds(planning.chip(topology)) for cost in costs]
-    lines = [
-        (
-            cost.way,
-            format_bytes(cost.stream_bytes),
-            format_bytes(cost.received_bytes),
-            *(f"{part:.2f}" for part in parts),
-            f"{sum(parts):.2f}",
-        )
-        for cost, parts in zip(costs, seconds, strict=True)
-    ]
-    columns = ("", "residual stream", "received", "attention s", "products s", "communication s", "sum")
-    print_table(f"Exact prefill on {topology}: bytes per chip, minimum seconds; the last way is used", columns, lines)
-    return [
-        figure("prefill_seconds_bound", sum(parts), topology=topology, **dataclasses.asdict(cost))
-        for cost, parts in zip(costs, seconds, strict=True)
-    ]
+    is_measured = plan.programs[DECODING].problem is None
+    return [*figures, figure("bytes_per_device", plan.used, **labels)] if is_measured else figures
 
 
 if __name__ == "__main__":

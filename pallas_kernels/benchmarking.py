@@ -7,7 +7,7 @@ The first command measures all shapes of an op, the second one a few shapes of e
 same random inputs in the same process. Each is called many times in one compiled program, so that the overhead of calls
 is not measured. The limit is the time of a plain copy or reduction of the bytes that must move, or of the op's flops at
 the rate of a plain matrix product, if that is longer; both rates are measured in the same process. Errors are relative
-to XLA with float32 inputs and full precision. On GPUs, XLA itself multiplies float32 matrices in TF32 by default.
+to the oracle with float32 inputs. On GPUs, XLA itself multiplies float32 matrices in TF32 by default.
 
 Every row is on disk as soon as it is measured; a run that is started again with the same `--output` skips the forms
 that have a row.
@@ -173,7 +173,7 @@ def measure(shape: Shape, skipped: Sequence[str] = ()) -> Iterator[dict[str, Any
     calls = min(max(round(MIN_SECONDS / limit), 1), 4096)
     with ThreadPoolExecutor(max(len(forms), 1)) as pool:
         programs = {name: pool.submit(compile_calls, form, calls) for name, form in forms.items()}
-        expected = _reference_results(shape) if {"kvjax", "xla"} & forms.keys() else None
+        expected = _oracle_results(shape) if {"kvjax", "xla"} & forms.keys() else None
         for name, form in forms.items():
             row = {"form": name, **common, "limit": limit, "seconds": None, "problem": None, "error": None}
             try:
@@ -192,8 +192,8 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:300]
 
 
-def _reference_results(shape: Shape) -> Any:
-    """Returns the results of XLA with float32 inputs and full precision; None if XLA cannot compute them."""
+def _oracle_results(shape: Shape) -> Any:
+    """Returns the results of the oracle with float32 inputs; None if they cannot be computed."""
 
     def widen(x: Any) -> Any:
         return x.astype(jnp.float32) if x.dtype in (jnp.bfloat16, jnp.float16) else x
@@ -201,7 +201,7 @@ def _reference_results(shape: Shape) -> Any:
     try:
         with jax.default_matmul_precision("highest"):
             arguments = jax.tree.map(widen, shape.random_arguments())
-            return jax.block_until_ready(jax.jit(shape.function(implementation="xla"))(*arguments))
+            return jax.block_until_ready(jax.jit(shape.function(implementation="oracle"))(*arguments))
     except (NotImplementedError, TypeError, jax.errors.JaxRuntimeError):  # for example for lack of memory
         return None
 

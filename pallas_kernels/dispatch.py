@@ -1,120 +1,176 @@
-"""Chooses the implementation of an op: a Pallas kernel of the platform that a program is compiled for, or XLA.
+"""Chooses the implementation of an op from an ordered list, for the platform that a program is compiled for.
 
-A kernel refuses arguments that it does not support by raising NotImplementedError from its `check`. XLA runs instead.
+Each op has a tuple `IMPLEMENTATIONS`, in order of preference: Pallas kernels, then forms in XLA, of which the last one
+takes any arguments on any platform, then the oracle, which runs by name only. On a platform, the first implementation
+runs that names the platform, is preferred for the arguments, and whose `check` accepts them.
+`jax.lax.platform_dependent` selects it, so that a program may be compiled for another platform than the process's.
 """
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
-T = TypeVar("T")
 
-Implementation = Literal["xla", "mosaic_tpu", "mosaic_gpu"]
-
-# The kernel that programs for a platform may run.
-PLATFORMS = {"tpu": "mosaic_tpu", "cuda": "mosaic_gpu"}
-
-
-class Kernel(NamedTuple):
-    """A Pallas kernel of an op.
+class Implementation(NamedTuple):
+    """One way to compute an op.
 
     Attributes:
-        compute: Computes the op from its arguments and the options.
-        check: Takes the same arguments and options; raises NotImplementedError if the kernel does not support them.
-        options: Static keyword arguments, such as `interpret` and `config`.
+        name: Such as "mosaic_tpu"; names of forms in XLA begin with "xla".
+        compute: Computes the op from its arguments and `options`.
+        platforms: The platforms that it is preferred on, such as "tpu", "cuda" or "cpu"; empty for all.
+        check: Takes what `compute` takes; raises NotImplementedError with the reason if the arguments are not
+            supported. None if all arguments are.
+        config: The class of its configuration, whose defaults apply unless the caller passes an instance.
+        is_preferred: Takes the arguments, and returns whether this implementation is faster than the next ones for
+            them. None if it always is. It does not matter if the implementation is requested.
     """
 
+    name: str
     compute: Callable[..., Any]
-    check: Callable[..., None]
-    options: Mapping[str, Any] = {}
+    platforms: tuple[str, ...] = ()
+    check: Callable[..., None] | None = None
+    config: type | None = None
+    is_preferred: Callable[..., bool] | None = None
+
+    def options(self, config: Any, interpret: Any, static: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the keyword arguments of `compute` and `check`.
+
+        Args:
+            config: A configuration of any implementation, or None.
+            interpret: Passed to Pallas kernels.
+            static: The op's static arguments.
+        """
+        options = dict(static)
+        if self.name.startswith("mosaic"):
+            options["interpret"] = interpret
+        if self.config is not None:
+            options["config"] = config if isinstance(config, self.config) else self.config()
+        return options
 
 
 class PreferXla(NotImplementedError):
-    """Raised by a kernel where XLA is at least as fast; it is not logged."""
+    """Raised by a kernel's check where XLA is at least as fast; it is not logged."""
 
 
-def dispatch(op: str, implementation: str | None, reference: Callable[..., T], *arguments: Any, **kernels: Kernel) -> T:
-    """Runs an op by the requested implementation, or by the best one for the platform.
+def dispatch(
+    op: str,
+    implementations: Sequence[Implementation],
+    requested: str | None,
+    *arguments: Any,
+    config: Any = None,
+    interpret: Any = False,
+    **static: Any,
+) -> Any:
+    """Runs the first applicable implementation of an op.
 
-    Raises the errors of `supported_kernels`.
+    Raises the errors of `applicable`.
 
     Args:
-        op: The name of the op, for the log.
-        implementation: "xla", the name of a kernel, or None to choose by the platform that the program is compiled for.
-        reference: Computes the op in XLA.
+        op: The name of the op, for messages.
+        implementations: The op's implementations, in order of preference.
+        requested: See `applicable`.
         *arguments: The op's arguments, pytrees of arrays.
-        **kernels: The op's kernels by name, see `PLATFORMS`.
+        config: The configuration of the implementation that it belongs to; None for defaults.
+        interpret: Passed to Pallas kernels.
+        **static: The op's static arguments.
 
     Returns:
         The result of the op.
     """
-    supported = supported_kernels(op, implementation, kernels, *arguments)
-    return run(implementation, reference, {name: kernels[name] for name in supported}, *arguments)
+    options = {"config": config, "interpret": interpret, "static": static}
+    return run(applicable(op, implementations, requested, *arguments, **options), *arguments, **options)
 
 
-def supported_kernels(
-    op: str, implementation: str | None, kernels: Mapping[str, Kernel], *arguments: Any
-) -> tuple[str, ...]:
-    """Returns the names of the kernels that may run an op.
+def applicable(
+    op: str,
+    implementations: Sequence[Implementation],
+    requested: str | None,
+    *arguments: Any,
+    config: Any,
+    interpret: Any,
+    static: Mapping[str, Any],
+) -> tuple[Implementation, ...]:
+    """Returns the implementations that accept the arguments, in order.
 
-    If no implementation is requested, logs once why the kernel for this process's platform is not among them. Raises
-    NotImplementedError if a requested kernel does not support the arguments.
+    Logs once why an implementation for this process's platform is not among them.
 
     Args:
-        op: The name of the op, for the log.
-        implementation: "xla", the name of a kernel, or None.
-        kernels: The op's kernels by name.
+        op: The name of the op, for messages.
+        implementations: The op's implementations, in order of preference.
+        requested: The name of an implementation, which then runs on any platform; "xla" for all forms in XLA; or None
+            for all implementations.
         *arguments: The op's arguments.
+        config: See `dispatch`.
+        interpret: See `dispatch`.
+        static: The op's static arguments.
 
     Returns:
-        The names of the kernels that support the arguments, or the name of the requested kernel.
+        At least one implementation.
 
     Raises:
-        ValueError: If the implementation is unknown.
+        ValueError: If the requested implementation is unknown.
+        NotImplementedError: If the requested implementation does not support the arguments.
     """
-    if implementation is None:
-        return tuple(name for name, kernel in kernels.items() if _supports(op, name, kernel, *arguments))
-    if implementation == "xla":
-        return ()
-    if implementation not in kernels:
-        known = ", ".join(map(repr, ("xla", *kernels)))
-        raise ValueError(f"implementation={implementation!r}; it must be None or one of {known}")
-    kernels[implementation].check(*arguments, **kernels[implementation].options)
-    return (implementation,)
+    chosen = [
+        one
+        for one in implementations
+        if requested in (None, one.name) or (requested == "xla" and one.name.startswith("xla"))
+    ]
+    if not chosen:
+        known = ", ".join(repr(one.name) for one in implementations)
+        raise ValueError(f"implementation={requested!r}; for {op} it must be None, 'xla' or one of {known}")
+    accepted = []
+    for one in chosen:
+        if len(chosen) > 1 and one.is_preferred is not None and not one.is_preferred(*arguments, **static):
+            continue
+        try:
+            if one.check is not None:
+                one.check(*arguments, **one.options(config, interpret, static))
+        except NotImplementedError as reason:
+            if len(chosen) == 1:
+                raise NotImplementedError(
+                    f"implementation={requested!r} of {op} does not support these arguments: {reason}"
+                ) from reason
+            if _default_platform() in one.platforms and not isinstance(reason, PreferXla):
+                _log_once(f"{op} runs without {one.name}: {reason}")
+        else:
+            accepted.append(one)
+    # A requested implementation also runs on other platforms than its own, in an interpreter.
+    return tuple(accepted) if len(chosen) > 1 else (accepted[0]._replace(platforms=()),)
 
 
-def run(implementation: str | None, reference: Callable[..., T], kernels: Mapping[str, Kernel], *arguments: Any) -> T:
-    """Runs the requested implementation, or the one for the platform that the program is compiled for.
+def run(
+    implementations: Sequence[Implementation],
+    *arguments: Any,
+    config: Any,
+    interpret: Any,
+    static: Mapping[str, Any],
+) -> Any:
+    """Runs the first implementation for the platform that the program is compiled for.
 
     Args:
-        implementation: "xla", the name of a kernel, or None.
-        reference: Computes the op in XLA.
-        kernels: The kernels that support the arguments, by name.
-        *arguments: The op's arguments, pytrees of arrays.
+        implementations: Implementations that accept the arguments, in order of preference.
+        *arguments: The op's arguments.
+        config: See `dispatch`.
+        interpret: See `dispatch`.
+        static: The op's static arguments.
 
     Returns:
         The result of the op.
     """
-    bound = {name: functools.partial(kernel.compute, **kernel.options) for name, kernel in kernels.items()}
-    if implementation is not None:
-        return bound.get(implementation, reference)(*arguments)
-    by_platform = {platform: bound[name] for platform, name in PLATFORMS.items() if name in bound}
-    if not by_platform:
-        return reference(*arguments)
-    return jax.lax.platform_dependent(*arguments, default=reference, **by_platform)
-
-
-def _supports(op: str, name: str, kernel: Kernel, *arguments: Any) -> bool:
-    try:
-        kernel.check(*arguments, **kernel.options)
-    except NotImplementedError as reason:
-        if PLATFORMS.get(_default_platform()) == name and not isinstance(reason, PreferXla):
-            _log_once(f"{op}: XLA instead of {name}: {reason}")
-        return False
-    return True
+    by_platform: dict[str, Callable[..., Any]] = {}
+    for one in implementations:
+        compute = functools.partial(one.compute, **one.options(config, interpret, static))
+        for platform in one.platforms or ("default",):
+            by_platform.setdefault(platform, compute)
+        if not one.platforms:
+            break
+    if by_platform.keys() == {"default"}:
+        return by_platform["default"](*arguments)
+    return jax.lax.platform_dependent(*arguments, **by_platform)
 
 
 def _default_platform() -> str:

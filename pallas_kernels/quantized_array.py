@@ -77,6 +77,22 @@ class QuantizedArray:
         return QuantizedArray(self.values[index], self.scale[index], offset, self.bits)
 
 
+def widened(x: Array) -> Array:
+    """Returns an array in float32, or in its dtype if that is wider."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def numbers(stored: Array | QuantizedArray) -> Float[Array, "*A S D"]:
+    """Returns the numbers of an array, which may be quantized, without the offset: at least float32."""
+    if not isinstance(stored, QuantizedArray):
+        return widened(stored)
+    values = stored.values
+    if stored.bits is not None:
+        values = 2 * packing.unpack(values, stored.bits).astype(jnp.int32) - packing.largest(stored.bits)
+    scale = widened(stored.scale)
+    return values.astype(scale.dtype) * scale[..., None]
+
+
 def array_bytes(*trees: Any) -> int:
     """Returns the bytes of all arrays, which may be abstract."""
     return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(trees))

@@ -125,7 +125,7 @@ def _lloyd(
         is_valid=valid,
         num_centroids=num_clusters,
         summands=keys if sums_keys else None,
-        block_size=block,
+        config=lloyd_op.XlaConfig(block),
     )
     total = jnp.sum(valid.astype(jnp.float32))
 

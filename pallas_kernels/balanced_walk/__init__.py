@@ -6,13 +6,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.balanced_walk import mosaic_gpu, mosaic_tpu, reference
+from pallas_kernels.balanced_walk import mosaic_gpu, mosaic_tpu, oracle, xla
 from pallas_kernels.balanced_walk.mosaic_tpu import TpuConfig as TpuConfig
-from pallas_kernels.balanced_walk.reference import Block as Block
-from pallas_kernels.balanced_walk.reference import Signs as Signs
-from pallas_kernels.balanced_walk.reference import assign_signs_from_matrix as assign_signs_from_matrix
-from pallas_kernels.balanced_walk.reference import kernel_matrix as kernel_matrix
-from pallas_kernels.dispatch import Implementation, Kernel, dispatch
+from pallas_kernels.balanced_walk.oracle import Block as Block
+from pallas_kernels.balanced_walk.oracle import Signs as Signs
+from pallas_kernels.balanced_walk.xla import assign_signs_from_matrix as assign_signs_from_matrix
+from pallas_kernels.balanced_walk.xla import kernel_matrix as kernel_matrix
+from pallas_kernels.dispatch import Implementation, dispatch
+
+IMPLEMENTATIONS = (
+    Implementation("mosaic_tpu", mosaic_tpu.assign_signs, ("tpu",), mosaic_tpu.check, TpuConfig),
+    Implementation("mosaic_gpu", mosaic_gpu.assign_signs, ("cuda",), mosaic_gpu.check),
+    Implementation("xla", xla.assign_signs),
+    Implementation("oracle", oracle.assign_signs),
+)
 
 
 def assign_signs(
@@ -21,7 +28,7 @@ def assign_signs(
     gain: Float[Array, "t"] | Float[Array, ""] | float,
     weight: Float[Array, "t"] | Float[Array, ""] | float = 1.0,
     *,
-    implementation: Implementation | None = None,
+    implementation: str | None = None,
     config: TpuConfig | None = None,
     interpret: Any = False,
 ) -> Signs:
@@ -38,8 +45,7 @@ def assign_signs(
         uniforms: u, one draw from [0, 1) per entry. A draw of 0 makes the first sign +1.
         gain: How strongly a sign counters the sum of the earlier ones; per entry or for all.
         weight: The weight of each entry, or of all.
-        implementation: "xla", "mosaic_tpu", "mosaic_gpu", or None for the kernel of the platform that the program is
-            compiled for if it supports the arguments, XLA otherwise.
+        implementation: A name in `IMPLEMENTATIONS`, "xla" for all of its forms, or None for the first one that applies.
         config: The configuration of the TPU kernel; None for the defaults.
         interpret: Passed to `pallas_call` or `plgpu.kernel`.
 
@@ -52,14 +58,9 @@ def assign_signs(
     entries = block.keys.shape[0]
     _check_shapes(block, {"uniforms": (uniforms, entries)})
     gains, weights = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), (entries,)) for x in (gain, weight))
-    tpu_options = {"config": config or TpuConfig(), "interpret": interpret}
     # Signs are discrete. Kernels have no derivative, which JAX would otherwise look for.
     inputs = jax.lax.stop_gradient((block, uniforms, gains, weights))
-    return dispatch(
-        "balanced_walk", implementation, reference.assign_signs, *inputs,
-        mosaic_tpu=Kernel(mosaic_tpu.assign_signs, mosaic_tpu.check, tpu_options),
-        mosaic_gpu=Kernel(mosaic_gpu.assign_signs, mosaic_gpu.check, {"interpret": interpret}),
-    )  # fmt: skip
+    return dispatch("balanced_walk", IMPLEMENTATIONS, implementation, *inputs, config=config, interpret=interpret)
 
 
 def _check_shapes(block: Block, vectors: dict[str, tuple[Array, int]]) -> None:

@@ -17,8 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
-from pallas_kernels.balanced_walk import reference
-from pallas_kernels.balanced_walk.reference import Block, Signs
+from pallas_kernels.balanced_walk import xla
+from pallas_kernels.balanced_walk.oracle import Block, Signs
 from pallas_kernels.batching import run_batched
 
 THREADS = 128  # of a warpgroup
@@ -44,7 +44,7 @@ def check(block: Block, *_vectors: Array, interpret: Any) -> None:
 def assign_signs(
     block: Block, uniforms: Float[Array, "t"], gain: Float[Array, "t"], weight: Float[Array, "t"], *, interpret: Any
 ) -> Signs:
-    """`reference.assign_signs` with all decisions in one kernel.
+    """`xla.assign_signs` with all decisions in one kernel.
 
     Args:
         block: The entries.
@@ -58,7 +58,7 @@ def assign_signs(
     """
 
     def run(block: Block, *vectors: Array) -> Signs:
-        kernel = _pad(jax.vmap(reference.kernel_matrix)(block), axes=2)
+        kernel = _pad(jax.vmap(xla.kernel_matrix)(block), axes=2)
         results = _walk(_signs_kernel, ("signs", "clipped"), vectors[0].shape[1], interpret, kernel, *vectors)
         return Signs(results[0], _count(results[1]))
 

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.balanced_walk.reference import Block, Signs
+from pallas_kernels.balanced_walk.oracle import Block, Signs
 from pallas_kernels.batching import run_batched
 from pallas_kernels.tpu import dot, launch
 
@@ -59,7 +59,7 @@ def check(block: Block, *_vectors: Array, config: TpuConfig, **_options: Any) ->
 
 
 def assign_signs(block: Block, *vectors: Float[Array, "t"], config: TpuConfig, interpret: Any) -> Signs:
-    """`reference.assign_signs` with the matrix on chip.
+    """`xla.assign_signs` with the matrix on chip.
 
     Args:
         block: The entries.

@@ -1,20 +1,44 @@
 """Attention to selected blocks of a store, which are read in place."""
 
+import functools
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.cluster_recall import mosaic_gpu, mosaic_tpu, reference
+from pallas_kernels.cluster_recall import mosaic_gpu, mosaic_tpu, oracle, xla
 from pallas_kernels.cluster_recall.blocks import Blocks as Blocks
 from pallas_kernels.cluster_recall.blocks import Inputs
+from pallas_kernels.cluster_recall.blocks import blocks_as_entries as blocks_as_entries
+from pallas_kernels.cluster_recall.blocks import key_value_columns as key_value_columns
 from pallas_kernels.cluster_recall.blocks import padded_width as padded_width
 from pallas_kernels.cluster_recall.mosaic_tpu import TpuConfig as TpuConfig
-from pallas_kernels.cluster_recall.reference import blocks_as_entries as blocks_as_entries
-from pallas_kernels.cluster_recall.reference import gather_blocks as gather_blocks
-from pallas_kernels.cluster_recall.reference import key_value_columns as key_value_columns
-from pallas_kernels.dispatch import Implementation, Kernel, dispatch
+from pallas_kernels.cluster_recall.xla import gather_blocks as gather_blocks
+from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.hopper import GpuConfig as GpuConfig
 from pallas_kernels.partials import Partials
+
+
+def _is_plain(inputs: Inputs) -> bool:
+    """Whether numbers need no conversion, so that a CPU only has to read entire rows once."""
+    return inputs.blocks.entries.dtype == jnp.float32 and inputs.blocks.scale is None
+
+
+def _has_no_halves(inputs: Inputs) -> bool:
+    """Whether XLA:CPU converts numbers fast: those of two bytes are slow, and slower in chunks."""
+    return inputs.blocks.entries.dtype.itemsize != 2
+
+
+_ROWS, _COLUMNS = (functools.partial(xla.attend_in_chunks, one) for one in (xla.attend_to_rows, xla.attend_to_columns))
+
+IMPLEMENTATIONS = (
+    Implementation("mosaic_tpu", mosaic_tpu.cluster_recall, ("tpu",), mosaic_tpu.check, TpuConfig),
+    Implementation("mosaic_gpu", mosaic_gpu.cluster_recall, ("cuda",), mosaic_gpu.check, GpuConfig),
+    Implementation("xla_row_chunks", _ROWS, ("cpu",), is_preferred=_is_plain),
+    Implementation("xla_chunks", _COLUMNS, ("cpu",), is_preferred=_has_no_halves),
+    Implementation("xla_gather", xla.attend_to_columns),
+    Implementation("oracle", oracle.cluster_recall),
+)
 
 
 def cluster_recall(
@@ -23,7 +47,7 @@ def cluster_recall(
     block_indices: Int[Array, "B H K"],
     block_lengths: Int[Array, "B H K"],
     *,
-    implementation: Implementation | None = None,
+    implementation: str | None = None,
     config: TpuConfig | GpuConfig | None = None,
     interpret: Any = False,
 ) -> Partials:
@@ -39,9 +63,8 @@ def cluster_recall(
         block_indices: The selected blocks, int32 in [0, N).
         block_lengths: The number of tokens of each selected block that are attended to, its first ones, int32. Blocks
             of length 0 are not read.
-        implementation: "xla", "mosaic_tpu", "mosaic_gpu", or None for the kernel of the platform that the program is
-            compiled for if it supports the arguments, XLA otherwise.
-        config: The configuration of the kernel that it belongs to; None for the defaults.
+        implementation: A name in `IMPLEMENTATIONS`, "xla" for all of its forms, or None for the first one that applies.
+        config: The configuration of the implementation that it belongs to; None for the defaults.
         interpret: Passed to `pallas_call` or `plgpu.kernel`.
 
     Returns:
@@ -49,15 +72,7 @@ def cluster_recall(
     """
     inputs = Inputs(queries, blocks, block_indices, block_lengths)
     _check_shapes(inputs)
-    tpu_config = config if isinstance(config, TpuConfig) else TpuConfig()
-    gpu_config = config if isinstance(config, GpuConfig) else GpuConfig()
-    tpu_options = {"config": tpu_config, "interpret": interpret}
-    gpu_options = {"config": gpu_config, "interpret": interpret}
-    return dispatch(
-        "cluster_recall", implementation, reference.cluster_recall, inputs,
-        mosaic_tpu=Kernel(mosaic_tpu.cluster_recall, mosaic_tpu.check, tpu_options),
-        mosaic_gpu=Kernel(mosaic_gpu.cluster_recall, mosaic_gpu.check, gpu_options),
-    )  # fmt: skip
+    return dispatch("cluster_recall", IMPLEMENTATIONS, implementation, inputs, config=config, interpret=interpret)
 
 
 def _check_shapes(inputs: Inputs) -> None:

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper
 from pallas_kernels.cluster_recall.batching import fold_mapped_axes
 from pallas_kernels.cluster_recall.blocks import Inputs
-from pallas_kernels.cluster_recall.reference import gather_blocks
+from pallas_kernels.cluster_recall.xla import gather_blocks
 from pallas_kernels.hopper import GpuConfig
 from pallas_kernels.partials import MASK_VALUE, Partials, merge_splits
 from pallas_kernels.quantized_array import array_bytes
@@ -49,7 +49,7 @@ def check(inputs: Inputs, *, interpret: Any, **_options: Any) -> None:
 
 
 def cluster_recall(inputs: Inputs, *, config: GpuConfig, interpret: Any) -> Partials:
-    """`reference.cluster_recall` that copies every block that is read on chip once, and no other.
+    """`xla.cluster_recall` that copies every block that is read on chip once, and no other.
 
     Every block has its own copy. The blocks of 64 tokens arrive together, while earlier ones are processed. The splits
     of a head share its blocks, up to the last one that is read, evenly.

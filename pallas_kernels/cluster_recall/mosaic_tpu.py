@@ -73,7 +73,7 @@ def check(inputs: Inputs, **_options: Any) -> None:
 
 
 def cluster_recall(inputs: Inputs, *, config: TpuConfig, interpret: Any) -> Partials:
-    """`reference.cluster_recall` in one kernel, also under `vmap`.
+    """`xla.cluster_recall` in one kernel, also under `vmap`.
 
     Args:
         inputs: The arguments of `cluster_recall`.

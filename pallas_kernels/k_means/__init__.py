@@ -1,16 +1,23 @@
 """One iteration of Lloyd's algorithm by inner product: labels of points and sums of clusters."""
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.dispatch import Implementation, Kernel, dispatch
-from pallas_kernels.k_means import mosaic_gpu, mosaic_tpu, reference
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.k_means import mosaic_gpu, mosaic_tpu, oracle, xla
 from pallas_kernels.k_means.mosaic_tpu import TpuConfig as TpuConfig
-from pallas_kernels.k_means.reference import LloydStep as LloydStep
-from pallas_kernels.k_means.reference import cluster_sums as cluster_sums
+from pallas_kernels.k_means.oracle import LloydStep as LloydStep
+from pallas_kernels.k_means.xla import XlaConfig as XlaConfig
+from pallas_kernels.k_means.xla import cluster_sums as cluster_sums
+
+IMPLEMENTATIONS = (
+    Implementation("mosaic_tpu", mosaic_tpu.k_means, ("tpu",), mosaic_tpu.check, TpuConfig),
+    Implementation("mosaic_gpu", mosaic_gpu.k_means, ("cuda",), mosaic_gpu.check),
+    Implementation("xla", xla.k_means, config=XlaConfig),
+    Implementation("oracle", oracle.k_means),
+)
 
 
 def k_means(
@@ -20,9 +27,8 @@ def k_means(
     *,
     num_centroids: Int[Array, ""] | int | None = None,
     summands: Float[Array, "N D"] | None = None,
-    block_size: int = 2048,
-    implementation: Implementation | None = None,
-    config: TpuConfig | None = None,
+    implementation: str | None = None,
+    config: TpuConfig | XlaConfig | None = None,
     interpret: Any = False,
 ) -> LloydStep:
     """Assigns every valid point to the centroid of largest inner product, the first of equal ones.
@@ -36,10 +42,8 @@ def k_means(
         num_centroids: The number of centroids that points are assigned to, which come first. None means C.
         summands: The vectors that are summed per cluster, finite float32. None means the points, which are then read
             once.
-        block_size: Points per block of the XLA implementation.
-        implementation: "xla", "mosaic_tpu", "mosaic_gpu", or None for the kernel of the platform that the program is
-            compiled for if it supports the arguments, XLA otherwise.
-        config: The configuration of the TPU kernel; None for the defaults.
+        implementation: A name in `IMPLEMENTATIONS`, "xla" for all of its forms, or None for the first one that applies.
+        config: The configuration of the implementation that it belongs to; None for the defaults.
         interpret: Passed to `pallas_call` or `plgpu.kernel`.
 
     Returns:
@@ -58,11 +62,6 @@ def k_means(
             raise ValueError(
                 f"{name} has shape {array.shape}; for points of shape {points.shape} it must be {expected[name]}"
             )
-    tpu_options = {"config": config or TpuConfig(), "interpret": interpret}
     count = jnp.asarray(centroids.shape[0] if num_centroids is None else num_centroids, jnp.int32)
-    inputs = reference.Inputs(points, centroids, is_valid, count, summands)
-    return dispatch(
-        "k_means", implementation, functools.partial(reference.k_means, block_size=block_size), inputs,
-        mosaic_tpu=Kernel(mosaic_tpu.k_means, mosaic_tpu.check, tpu_options),
-        mosaic_gpu=Kernel(mosaic_gpu.k_means, mosaic_gpu.check, {"interpret": interpret}),
-    )  # fmt: skip
+    inputs = oracle.Inputs(points, centroids, is_valid, count, summands)
+    return dispatch("k_means", IMPLEMENTATIONS, implementation, inputs, config=config, interpret=interpret)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.batching import run_batched
-from pallas_kernels.k_means.reference import Inputs, LloydStep
+from pallas_kernels.k_means.oracle import Inputs, LloydStep
 
 TILE = hopper.ROWS  # points, and clusters, that are multiplied at a time
 # Points and centroids are sums of three bfloat16 numbers; bfloat16 represents the membership of a point exactly.
@@ -40,7 +40,7 @@ def check(inputs: Inputs, *, interpret: Any) -> None:
 
 
 def k_means(inputs: Inputs, *, interpret: Any) -> LloydStep:
-    """`reference.k_means` with float32 precision; inner products are never written to global memory.
+    """`xla.k_means` with float32 precision; inner products are never written to global memory.
 
     Args:
         inputs: The arguments of `k_means`.

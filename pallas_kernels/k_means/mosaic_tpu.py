@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.k_means.reference import Inputs, LloydStep
+from pallas_kernels.k_means.oracle import Inputs, LloydStep
 from pallas_kernels.tpu import dot, launch
 
 
@@ -56,7 +56,7 @@ def check(inputs: Inputs, *, config: TpuConfig, **_options: Any) -> None:
 
 
 def k_means(inputs: Inputs, *, config: TpuConfig, interpret: Any) -> LloydStep:
-    """`reference.k_means` in one pass over blocks of points. The sums stay on chip.
+    """`xla.k_means` in one pass over blocks of points. The sums stay on chip.
 
     Points whose dimension is not a multiple of 128 are read with points as the minor axis, so that all tiles are full.
     Inner products are computed in float32 (`Precision.HIGHEST`); sums are exact up to float32 additions.

@@ -1,13 +1,33 @@
 """Chooses the blocks of the clusters with the highest scores, up to a budget of tokens."""
 
-import functools
 from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Implementation, Kernel, dispatch
-from pallas_kernels.select_blocks import mosaic_tpu, reference
-from pallas_kernels.select_blocks.reference import SelectedBlocks as SelectedBlocks
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.select_blocks import mosaic_tpu, oracle, xla
+from pallas_kernels.select_blocks.oracle import Limits as Limits
+from pallas_kernels.select_blocks.oracle import SelectedBlocks as SelectedBlocks
+
+MAX_COMPARED = 2048  # clusters that accelerators compare pairwise faster than they sort them
+
+
+def _are_few(scores: Float[Array, "C"], *_arrays: Array, limits: Limits) -> bool:
+    return 0 < len(scores) <= MAX_COMPARED
+
+
+def _are_most(scores: Float[Array, "C"], *_arrays: Array, limits: Limits) -> bool:
+    """Whether most clusters may be selected; a CPU finds a few of the best as fast by sorting."""
+    return 0 < len(scores) <= limits.max_blocks
+
+
+IMPLEMENTATIONS = (
+    Implementation("mosaic_tpu", mosaic_tpu.select_blocks, ("tpu",), mosaic_tpu.check),
+    Implementation("xla_compare", xla.select_by_comparing, ("tpu", "cuda"), is_preferred=_are_few),
+    Implementation("xla_bisect", xla.select_by_bisection, ("cpu",), is_preferred=_are_most),
+    Implementation("xla_sort", xla.select_by_sorting),
+    Implementation("oracle", oracle.select_blocks),
+)
 
 
 def select_blocks(
@@ -18,7 +38,7 @@ def select_blocks(
     max_tokens: int,
     max_blocks: int,
     block_size: int,
-    implementation: Implementation | None = None,
+    implementation: str | None = None,
     interpret: Any = False,
 ) -> SelectedBlocks:
     """Selects clusters (or pages) in descending order of score until the budget is reached.
@@ -37,14 +57,14 @@ def select_blocks(
         max_blocks: K, the largest number of blocks. Clusters that leave much of their blocks empty may reach it before
             the budget.
         block_size: Tokens per block.
-        implementation: "xla", "mosaic_tpu", or None for the kernel on a TPU if it supports the arguments, XLA
-            otherwise.
+        implementation: A name in `IMPLEMENTATIONS`, "xla" for all of its forms, or None for the first one that applies.
         interpret: Passed to `pallas_call`.
 
     Returns:
         The blocks, and the tokens that are selected of each cluster.
     """
-    limits = reference.Limits(max_tokens, max_blocks, block_size)
-    kernel = Kernel(mosaic_tpu.select_blocks, mosaic_tpu.check, {"limits": limits, "interpret": interpret})
-    compute_xla = functools.partial(reference.select_blocks, limits=limits)
-    return dispatch("select_blocks", implementation, compute_xla, scores, sizes, first_blocks, mosaic_tpu=kernel)
+    limits = Limits(max_tokens, max_blocks, block_size)
+    return dispatch(
+        "select_blocks", IMPLEMENTATIONS, implementation, scores, sizes, first_blocks,
+        interpret=interpret, limits=limits,
+    )  # fmt: skip

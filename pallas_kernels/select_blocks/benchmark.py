@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import benchmarking
-from pallas_kernels.select_blocks import reference, select_blocks
+from pallas_kernels.select_blocks import Limits, select_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,21 +36,20 @@ class Shape(benchmarking.Shape):
         return scores, sizes, jnp.cumsum(blocks, axis=-1) - blocks
 
     @property
-    def limits(self) -> reference.Limits:
+    def limits(self) -> Limits:
         """The budget and the blocks that it fills at most."""
         max_blocks = -(-self.max_tokens // self.block_size) + -(-self.max_tokens // self.cluster_size)
-        return reference.Limits(self.max_tokens, max_blocks, self.block_size)
+        return Limits(self.max_tokens, max_blocks, self.block_size)
 
     def function(self, **options: Any) -> Callable[..., Any]:
         """Returns the op for all heads."""
         return jax.vmap(jax.vmap(functools.partial(select_blocks, **self.limits._asdict(), **options)))
 
     def forms(self) -> Mapping[str, benchmarking.Form]:
-        """Returns the default form and both forms of XLA."""
-        forms, arguments = {"kvjax": self.function()}, self.random_arguments()
-        for name, form in (("xla", reference.select_by_sorting), ("xla, comparing", reference.select_by_comparing)):
-            forms[name] = jax.vmap(jax.vmap(functools.partial(form, limits=self.limits)))
-        return {name: benchmarking.Form(function, arguments) for name, function in forms.items()}
+        """Returns the default form and the forms of XLA for accelerators and for any device."""
+        arguments = self.random_arguments()
+        names = {"kvjax": None, "xla": "xla_sort", "xla, comparing": "xla_compare"}
+        return {form: benchmarking.Form(self.function(implementation=name), arguments) for form, name in names.items()}
 
 
 QUICK = (Shape(1, 64, max_tokens=256, heads=2),)

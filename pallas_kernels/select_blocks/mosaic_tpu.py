@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.batching import run_batched
 from pallas_kernels.dispatch import PreferXla
-from pallas_kernels.select_blocks.reference import Limits, SelectedBlocks
+from pallas_kernels.select_blocks.oracle import Limits, SelectedBlocks
 from pallas_kernels.tpu import launch
 
 HEADS, LANES = 8, 128  # heads of a step, one in each sublane of a register
@@ -49,7 +49,7 @@ def check(
 def select_blocks(
     scores: Float[Array, "C"], sizes: Int[Array, "C"], first_blocks: Int[Array, "C"], *, limits: Limits, interpret: Any
 ) -> SelectedBlocks:
-    """`reference.select_by_sorting` without a sort, in one kernel for all heads, also under `vmap`.
+    """`xla.select_by_sorting` without a sort, in one kernel for all heads, also under `vmap`.
 
     A bitwise search over 32 steps finds the score of the first cluster that does not fit: each step sums the sizes of
     all clusters with higher scores. Only clusters of exactly this score are selected in the order of their indices.

@@ -1,15 +1,21 @@
 """Chunked soft matching: finds the most similar partner of every other key without storing similarities."""
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Implementation, Kernel, dispatch
-from pallas_kernels.soft_match import mosaic_gpu, mosaic_tpu, reference
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.soft_match import mosaic_gpu, mosaic_tpu, oracle, xla
 from pallas_kernels.soft_match.mosaic_tpu import TpuConfig as TpuConfig
-from pallas_kernels.soft_match.reference import Partners as Partners
+from pallas_kernels.soft_match.oracle import Partners as Partners
+
+IMPLEMENTATIONS = (
+    Implementation("mosaic_tpu", mosaic_tpu.soft_match, ("tpu",), mosaic_tpu.check, TpuConfig),
+    Implementation("mosaic_gpu", mosaic_gpu.soft_match, ("cuda",), mosaic_gpu.check),
+    Implementation("xla", xla.soft_match),
+    Implementation("oracle", oracle.soft_match),
+)
 
 
 def soft_match(
@@ -17,7 +23,7 @@ def soft_match(
     num_keys: Int[Array, ""] | int,
     chunk_size: int,
     *,
-    implementation: Implementation | None = None,
+    implementation: str | None = None,
     config: TpuConfig | None = None,
     interpret: Any = False,
 ) -> Partners:
@@ -30,8 +36,7 @@ def soft_match(
         keys: The keys of one head in text order, float32 or bfloat16. Keys from `num_keys` on are ignored.
         num_keys: The number of valid keys, which come first.
         chunk_size: Keys per chunk, an even number.
-        implementation: "xla", "mosaic_tpu", "mosaic_gpu", or None for the kernel of the platform that the program is
-            compiled for if it supports the arguments, XLA otherwise.
+        implementation: A name in `IMPLEMENTATIONS`, "xla" for all of its forms, or None for the first one that applies.
         config: The configuration of the TPU kernel; None for the defaults.
         interpret: Passed to `pallas_call` or `plgpu.kernel`.
 
@@ -46,11 +51,7 @@ def soft_match(
     """
     if chunk_size < 2 or chunk_size % 2:
         raise ValueError(f"chunk_size={chunk_size}; it must be even and at least 2")
-    options = {"chunk_size": chunk_size, "interpret": interpret}
-    tpu_options = {**options, "config": config or TpuConfig()}
     return dispatch(
-        "soft_match", implementation, functools.partial(reference.soft_match, chunk_size=chunk_size),
-        keys, jnp.asarray(num_keys, jnp.int32),
-        mosaic_tpu=Kernel(mosaic_tpu.soft_match, mosaic_tpu.check, tpu_options),
-        mosaic_gpu=Kernel(mosaic_gpu.soft_match, mosaic_gpu.check, options),
+        "soft_match", IMPLEMENTATIONS, implementation, keys, jnp.asarray(num_keys, jnp.int32),
+        config=config, interpret=interpret, chunk_size=chunk_size,
     )  # fmt: skip

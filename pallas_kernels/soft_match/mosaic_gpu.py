@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper
 from pallas_kernels.batching import run_batched
-from pallas_kernels.soft_match.reference import MIN_SQUARED_NORM, Partners
+from pallas_kernels.soft_match.oracle import MIN_SQUARED_NORM, Partners
 
 DTYPES = ("float32", "bfloat16")
 TILE = hopper.ROWS  # A keys, and B keys, that are multiplied at a time
@@ -42,7 +42,7 @@ def check(keys: Float[Array, "S D"], _num_keys: Int[Array, ""], *, chunk_size: i
 
 
 def soft_match(keys: Float[Array, "S D"], num_keys: Int[Array, ""], *, chunk_size: int, interpret: Any) -> Partners:
-    """`reference.soft_match` by tiles of 64 A keys, each against the B keys of its chunk, 64 at a time.
+    """`xla.soft_match` by tiles of 64 A keys, each against the B keys of its chunk, 64 at a time.
 
     One warpgroup matches a tile. The tiles of a chunk share the chunk's B keys through the L2 cache.
 

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.soft_match.reference import MIN_SQUARED_NORM, Partners
+from pallas_kernels.soft_match.oracle import MIN_SQUARED_NORM, Partners
 from pallas_kernels.tpu import dot, launch
 
 DTYPES = ("float32", "bfloat16")
@@ -62,7 +62,7 @@ def check(keys: Float[Array, "S D"], _num_keys: Int[Array, ""], *, chunk_size: i
 def soft_match(
     keys: Float[Array, "S D"], num_keys: Int[Array, ""], *, chunk_size: int, config: TpuConfig, interpret: Any
 ) -> Partners:
-    """`reference.soft_match` that reads every key once. A step processes several chunks, one after the other.
+    """`xla.soft_match` that reads every key once. A step processes several chunks, one after the other.
 
     Args:
         keys: The keys of one head; those from `num_keys` on may be NaN.

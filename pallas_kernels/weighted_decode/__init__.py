@@ -1,30 +1,46 @@
 """Attention of a few queries to weighted entries: logits, weights and both sums in one pass over keys and values."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import Implementation, Kernel, run, supported_kernels
+from pallas_kernels.dispatch import Implementation, applicable, run
 from pallas_kernels.hopper import GpuConfig as GpuConfig
 from pallas_kernels.partials import MASK_VALUE as MASK_VALUE
 from pallas_kernels.partials import Partials as Partials
 from pallas_kernels.partials import finite_max as finite_max
 from pallas_kernels.partials import merge_partials as merge_partials
-from pallas_kernels.weighted_decode import mosaic_gpu, mosaic_tpu, reference
+from pallas_kernels.weighted_decode import mosaic_gpu, mosaic_tpu, oracle, xla
 from pallas_kernels.weighted_decode.entries import COMPUTE_BOUND_QUERIES as COMPUTE_BOUND_QUERIES
 from pallas_kernels.weighted_decode.entries import PER_SLOT, prepare
 from pallas_kernels.weighted_decode.entries import SLOT_TILE as SLOT_TILE
 from pallas_kernels.weighted_decode.entries import Entries as Entries
 from pallas_kernels.weighted_decode.mosaic_tpu import TpuConfig as TpuConfig
-from pallas_kernels.weighted_decode.reference import SLOT_BLOCK as SLOT_BLOCK
+from pallas_kernels.weighted_decode.xla import SLOT_BLOCK as SLOT_BLOCK
+
+
+def _part_by_part(attend: Callable[..., Partials], parts: Sequence[tuple[Any, ...]], **options: Any) -> list[Partials]:
+    """Returns the partials of every part by an implementation that takes one."""
+    return [attend(*part, **options) for part in parts]
+
+
+_TPU, _XLA, _ORACLE = (functools.partial(_part_by_part, one.weighted_decode) for one in (mosaic_tpu, xla, oracle))
+
+IMPLEMENTATIONS = (
+    Implementation("mosaic_tpu", _TPU, ("tpu",), mosaic_tpu.check, TpuConfig),
+    Implementation("mosaic_gpu", mosaic_gpu.weighted_decode, ("cuda",), mosaic_gpu.check, GpuConfig),
+    Implementation("xla", _XLA),
+    Implementation("oracle", _ORACLE),
+)
 
 
 def weighted_decode(
     queries: Float[Array, "B H R D"],
     *stores: Entries,
     logits: bool = False,
-    implementation: Implementation | None = None,
+    implementation: str | None = None,
     config: TpuConfig | GpuConfig | None = None,
     interpret: Any = False,
 ) -> Partials:
@@ -53,7 +69,7 @@ def weighted_decode_many(
     parts: Sequence[tuple[Any, ...]],
     *,
     logits: bool = False,
-    implementation: Implementation | None = None,
+    implementation: str | None = None,
     config: TpuConfig | GpuConfig | None = None,
     interpret: Any = False,
 ) -> list[Partials]:
@@ -65,9 +81,8 @@ def weighted_decode_many(
     Args:
         parts: Tuples (queries, *stores), with the arguments of `weighted_decode`.
         logits: Whether to return logits; every part must then have one store.
-        implementation: "xla", "mosaic_tpu", "mosaic_gpu", or None for the kernel of the platform that the program is
-            compiled for, with XLA for the parts that the kernel does not support.
-        config: The configuration of the kernel that it belongs to; None for the defaults.
+        implementation: A name in `IMPLEMENTATIONS`, or None for the first one that applies to each part.
+        config: The configuration of the implementation that it belongs to; None for the defaults.
         interpret: Passed to `pallas_call` or `plgpu.kernel`.
 
     Returns:
@@ -82,34 +97,17 @@ def weighted_decode_many(
             raise ValueError(f"logits=True with {len(stores)} stores; pass each store as a part")
     parts = [(queries, *(prepare(entries, queries.shape[2]) for entries in stores)) for queries, *stores in parts]
 
-    tpu_config = config if isinstance(config, TpuConfig) else TpuConfig()
-    gpu_config = config if isinstance(config, GpuConfig) else GpuConfig()
-
-    def compute_xla(parts: Sequence[tuple[Any, ...]]) -> list[Partials]:
-        return [reference.weighted_decode(*part, logits=logits) for part in parts]
-
-    def compute_tpu(parts: Sequence[tuple[Any, ...]], **options: Any) -> list[Partials]:
-        return [mosaic_tpu.weighted_decode(*part, logits=logits, config=tpu_config, **options) for part in parts]
-
-    def compute_gpu(parts: Sequence[tuple[Any, ...]], **options: Any) -> list[Partials]:
-        return mosaic_gpu.weighted_decode(parts, logits=logits, config=gpu_config, **options)
-
-    options = {"interpret": interpret}
-    kernels = {
-        "mosaic_tpu": Kernel(compute_tpu, mosaic_tpu.check, options),
-        "mosaic_gpu": Kernel(compute_gpu, mosaic_gpu.check, options),
-    }
-    groups: dict[tuple[str, ...], list[int]] = {}
+    options: Any = {"config": config, "interpret": interpret, "static": {"logits": logits}}
+    groups: dict[tuple[Implementation, ...], list[int]] = {}
     for index, (queries, *stores) in enumerate(parts):
         first, *others = (
-            supported_kernels("weighted_decode", implementation, kernels, queries, entries) for entries in stores
+            applicable("weighted_decode", IMPLEMENTATIONS, implementation, queries, entries, **options)
+            for entries in stores
         )
-        names = tuple(name for name in first if all(name in other for other in others))
-        groups.setdefault(names, []).append(index)
+        groups.setdefault(tuple(one for one in first if all(one in other for other in others)), []).append(index)
     results: dict[int, Partials] = {}
-    for names, indices in groups.items():
-        supported = {name: kernels[name] for name in names}
-        partials = run(implementation, compute_xla, supported, [parts[i] for i in indices])
+    for implementations, indices in groups.items():
+        partials = run(implementations, [parts[i] for i in indices], **options)
         results |= zip(indices, partials, strict=True)
     return [results[i] for i in range(len(parts))]
 

@@ -25,7 +25,7 @@ from pallas_kernels.weighted_decode.entries import (
 )
 
 
-def check(queries: Float[Array, "B H R D"], entries: Entries, *, interpret: Any) -> None:
+def check(queries: Float[Array, "B H R D"], entries: Entries, *, interpret: Any, **_options: Any) -> None:
     """Checks that the kernel supports one store of `weighted_decode`.
 
     Args:
@@ -58,7 +58,7 @@ def check(queries: Float[Array, "B H R D"], entries: Entries, *, interpret: Any)
 def weighted_decode(
     parts: Sequence[tuple[Any, ...]], *, logits: bool, config: GpuConfig, interpret: Any
 ) -> list[Partials]:
-    """`reference.weighted_decode` of several parts, in one pass over the blocks of slots that are read.
+    """`xla.weighted_decode` of several parts, in one pass over the blocks of slots that are read.
 
     Stores with the same storage format share a launch. The queries of a KV head share one read of its keys and values.
     Blocks outside the range of a sequence are not read; the splits of a head share the others evenly.

@@ -95,7 +95,7 @@ def check(queries: Float[Array, "B H R D"], entries: Entries, **_options: Any) -
 def weighted_decode(
     queries: Float[Array, "B H R D"], *stores: Entries, logits: bool, config: TpuConfig, interpret: Any
 ) -> Partials:
-    """`reference.weighted_decode` in one pass over the blocks of slots that are read, one store after the other.
+    """`xla.weighted_decode` in one pass over the blocks of slots that are read, one store after the other.
 
     The queries of a KV head share one read of its keys and values. Blocks outside the range of a sequence are neither
     fetched nor computed. Vectors whose dimension is not a multiple of 128, and packed vectors, are read with slots as

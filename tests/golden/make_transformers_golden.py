@@ -54,6 +54,7 @@ WRONG_FEATURES = {
     "glm4": [{"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}],
     "phi3": [{"original_max_position_embeddings": 128}],
     "smollm3": [{"no_rope_layers": [1, 1]}],
+    "seed_oss": [{"attention_bias": False}],
     "granite": [{"residual_multiplier": 0.6}, {"logits_scaling": 1.6}],
 }
 

@@ -101,10 +101,11 @@ MINISTRAL = _family(
     "ministral", "Ministral", head_dim=16, sliding_window=8, layer_types=["sliding_attention", "full_attention"],
     tie_word_embeddings=False,
 )  # fmt: skip
+SEED_OSS = _family("seed_oss", "SeedOss", head_dim=16, tie_word_embeddings=False)
 
 GOLDEN = (
     LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, QWEN3_MOE, MIXTRAL, GPT_OSS, GLM, GLM4, PHI3, OLMO2,
-    OLMO3, SMOLLM3, GRANITE, MINISTRAL,
+    OLMO3, SMOLLM3, GRANITE, MINISTRAL, SEED_OSS,
 )  # fmt: skip
 # The golden files of these have one way of tying embeddings; live tests have both.
 _TIED_OR_NOT = (LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3)
@@ -122,6 +123,7 @@ LIVE = (
     GPT_OSS.but("gpt_oss-all-experts", num_experts_per_tok=4),
     PHI3.but("phi3-short", original_max_position_embeddings=128, sliding_window=None),
     OLMO2.but("olmo2-biases", attention_bias=True),
+    SEED_OSS.but("seed_oss-biases", attention_bias=False, attention_out_bias=True, mlp_bias=True),
     SMOLLM3.but("smollm3-window", use_sliding_window=True, sliding_window=8),
     LLAMA2.but("llama-biases", attention_bias=True, mlp_bias=True),
     MISTRAL.but("mistral-full", sliding_window=None),

@@ -16,7 +16,7 @@ import safetensors.numpy
 # Families in tests/golden/transformers with their architectures in GGUF.
 ARCHITECTURES = {name: name for name in ("gemma", "gemma2", "gemma3", "glm4", "granite", "olmo2", "phi3", "qwen2")} | {
     "gpt_oss": "gpt-oss", "llama2": "llama", "llama31": "llama", "mixtral": "llama", "olmo3": "olmo2",
-    "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "smollm3": "smollm3",
+    "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "seed_oss": "seed_oss", "smollm3": "smollm3",
 }  # fmt: skip
 INTERLEAVED = ("llama", "granite", "smollm3")
 KEYS = {

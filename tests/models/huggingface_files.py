@@ -8,6 +8,7 @@ import numpy as np
 import safetensors.numpy
 from flax import nnx
 
+from kvjax_models.families import FAMILIES
 from kvjax_models.formats import weights
 from kvjax_models.formats.checkpoint import flatten_parameters
 from kvjax_models.formats.config_json import parse_config
@@ -33,7 +34,8 @@ def model_tensors(model, model_type="llama", dtype=None):
     Reading moves values without changing them, so reading the indices of a file's values shows where each one goes.
     """
     parameters = flatten_parameters(nnx.state(model, nnx.Param))
-    rules = weights.parameter_rules(model_type, model.config, {path: leaf.shape for path, leaf in parameters.items()})
+    shapes = {path: leaf.shape for path, leaf in parameters.items()}
+    rules = weights.parameter_rules(FAMILIES[model_type], model.config, shapes)
     tensors = {}
     for rule in rules:
         ends = np.cumsum([math.prod(shape) for shape in rule.shapes])

@@ -183,7 +183,7 @@ YARN = {
         ({"llama.attention.sliding_window": 8}, "not supported: llama.attention.sliding_window=8"),
         ({"llama.attention.sliding_window_pattern": [True, True]}, "llama.attention.sliding_window_pattern=True"),
         ({"llama.rope.freq_base_swa": 5e5}, "llama.rope.freq_base_swa=500000.0"),
-        ({"llama.key_of_next_year": 0}, "llama.key_of_next_year=0"),
+        ({"llama.key_of_next_year": 1}, "llama.key_of_next_year=1"),
         (YARN | {"llama.rope.scaling.yarn_beta_fast": 4.0}, "llama.rope.scaling.yarn_beta_fast=4.0"),
         (YARN | {"llama.rope.scaling.yarn_attn_factor": 2.0}, "yarn_attn_factor=2.0 .* supported: YaRN's 1.13863"),
         ({"llama.rope.scaling.attn_factor": 2.0}, "attn_factor=2.0 is not supported with rope_type='none'"),

@@ -65,7 +65,7 @@ def test_a_program_makes_all_calls():
     assert len(calls) == 7 * 3  # one call warms up
 
 
-def test_errors_are_relative_to_the_reference():
+def test_errors_are_relative_to_the_oracle():
     expected = Partials(jnp.array([1.0, MASK_VALUE]), jnp.array([[2.0], [0.0]]), jnp.array([4.0, 0.0]))
     shifted = Partials(jnp.array([0.0, MASK_VALUE]), jnp.e * expected.numerator, jnp.e * expected.denominator)
     assert benchmarking.relative_error(shifted, expected) < 1e-6
@@ -89,5 +89,5 @@ def test_a_form_that_cannot_run_is_reported():
             return fails if options else jnp.sum
 
     ours, other = benchmarking.measure(Sum())
-    assert ours["seconds"] is not None and ours["error"] is None  # the reference cannot run either
+    assert ours["seconds"] is not None and ours["error"] is None  # the oracle cannot run either
     assert other["seconds"] is None and other["problem"] == "NotImplementedError: no such unit"

@@ -1,4 +1,4 @@
-"""Compares all forms of `cluster_recall` with float64 sums, and measures the traffic of the kernels."""
+"""Compares the implementations of `cluster_recall` with its oracle in float64, and measures the kernels' traffic."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import benchmarking, packing
-from pallas_kernels.cluster_recall import Blocks, TpuConfig, cluster_recall, mosaic_tpu, padded_width, reference
+from pallas_kernels.cluster_recall import Blocks, TpuConfig, cluster_recall, mosaic_tpu, oracle, padded_width, xla
 from pallas_kernels.cluster_recall.blocks import Inputs
 from pallas_kernels.hopper import GpuConfig
 from tests.pallas_kernels import helpers, traffic
@@ -24,8 +24,8 @@ FORMS = helpers.make_forms(SMALL) | {
     "gpu": helpers.GPU,
 }
 DEVICE = [form for form in FORMS if form == "device"]
-checked_form = pytest.mark.parametrize("form", ("xla", "mosaic_tpu_checked", *DEVICE))
-quick_form = pytest.mark.parametrize("form", ("xla", "mosaic_tpu", *DEVICE))
+checked_form = pytest.mark.parametrize("form", ("oracle", "xla", "mosaic_tpu_checked", *DEVICE))
+quick_form = pytest.mark.parametrize("form", ("oracle", "xla", "mosaic_tpu", *DEVICE))
 # Relative to the largest sum: the error of rounding entries, queries and weights to the dtype.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "int8": 2e-6, "float8_e4m3fn": 2e-6}
 ONE_HEAD = {"batch": 1, "kv_heads": 1, "heads": 1}
@@ -80,32 +80,8 @@ def make_packed(key_bits, value_bits, head_dim, **sizes):
     return inputs._replace(blocks=packed), inputs._replace(blocks=plain)
 
 
-def expected(inputs):
-    """Returns maximum (-inf without tokens), numerator and denominator, token by token."""
-    queries, blocks, indices, lengths = inputs
-    queries, entries = helpers.float64(queries), helpers.float64(blocks.entries)
-    batch, heads, _, head_dim = queries.shape
-    half = entries.shape[-1] // 2
-    scale = np.ones((*entries.shape[:4], 2)) if blocks.scale is None else helpers.float64(blocks.scale)
-    maximum, numerator, denominator = np.full(queries.shape[:3], -np.inf), np.zeros(queries.shape), 0 * queries[..., 0]
-    for b, h in np.ndindex(batch, heads):
-        kv_head = h // (heads // entries.shape[1])
-        selection = zip(indices[b, h], lengths[b, h], strict=True)
-        tokens = [(index, token) for index, length in selection for token in range(int(length))]
-        if not tokens:
-            continue
-        block, token = np.array(tokens).T
-        rows, factor = entries[b, kv_head, block, token], scale[b, kv_head, block, token]
-        logits = queries[b, h] @ rows[:, :head_dim].T * factor[:, 0] / np.sqrt(head_dim)
-        maximum[b, h] = logits.max(1)
-        weight = np.exp(logits - maximum[b, h][:, None])
-        numerator[b, h] = (weight * factor[:, 1]) @ rows[:, half : half + head_dim]
-        denominator[b, h] = weight.sum(1)
-    return maximum, numerator, denominator
-
-
 def compare(actual, inputs, tolerance=2e-6):
-    helpers.compare_partials(actual, expected(inputs), tolerance)
+    helpers.compare_partials(actual, helpers.in_float64(oracle.cluster_recall, inputs), tolerance)
 
 
 def spoil_unread(inputs):
@@ -119,10 +95,10 @@ def spoil_unread(inputs):
 
 
 @pytest.mark.parametrize("head_dim", [64, 48])
-@pytest.mark.parametrize("attend", [reference.attend_to_rows, reference.attend_to_columns])
+@pytest.mark.parametrize("attend", [xla.attend_to_rows, xla.attend_to_columns])
 def test_merged_chunks_give_the_partials_of_all_blocks(attend, head_dim):
     inputs = make(blocks=50, selected=40, head_dim=head_dim)  # two chunks of 16 blocks, and 8 blocks
-    compare(jax.jit(functools.partial(reference.attend_in_chunks, attend))(inputs), inputs)
+    compare(jax.jit(functools.partial(xla.attend_in_chunks, attend))(inputs), inputs)
 
 
 @quick_form

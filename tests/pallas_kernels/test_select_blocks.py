@@ -1,4 +1,4 @@
-"""Compares all forms of `select_blocks` with plain loops."""
+"""Compares all implementations of `select_blocks`, the oracle among them, with plain loops."""
 
 import functools
 
@@ -9,23 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.select_blocks import mosaic_tpu, reference, select_blocks
+from pallas_kernels.select_blocks import select_blocks
 from tests.pallas_kernels import helpers
 
 BLOCK_SIZE = 4
 FORMS = {
-    "sorting": reference.select_by_sorting,
-    "bisection": reference.select_by_bisection,
-    "comparing": reference.select_by_comparing,
-    "mosaic_tpu": functools.partial(mosaic_tpu.select_blocks, interpret=True),
-    "mosaic_tpu_checked": functools.partial(mosaic_tpu.select_blocks, interpret=helpers.CHECKED),
+    **{name: {"implementation": name} for name in ("oracle", "xla_sort", "xla_bisect", "xla_compare")},
+    "mosaic_tpu": {"implementation": "mosaic_tpu", "interpret": True},
+    "mosaic_tpu_checked": {"implementation": "mosaic_tpu", "interpret": helpers.CHECKED},
 }
 QUICK = [form for form in FORMS if form != "mosaic_tpu_checked"]
 
 
 @functools.partial(jax.jit, static_argnames=("form", "tokens", "blocks", "block_size"))
-def select(scores, sizes, first_blocks, tokens, blocks, form="sorting", block_size=BLOCK_SIZE):
-    return FORMS[form](scores, sizes, first_blocks, limits=reference.Limits(tokens, blocks, block_size))
+def select(scores, sizes, first_blocks, tokens, blocks, form="xla_sort", block_size=BLOCK_SIZE):
+    limits = {"max_tokens": tokens, "max_blocks": blocks, "block_size": block_size}
+    return select_blocks(scores, sizes, first_blocks, **limits, **FORMS[form])
 
 
 def lay_out(sizes, block_size=BLOCK_SIZE):
@@ -49,12 +48,12 @@ def select_by_loops(scores, sizes, first_blocks, tokens, blocks, block_size):
 def compare(scores, sizes, tokens, blocks, block_size=BLOCK_SIZE, forms=QUICK):
     first_blocks = lay_out(sizes, block_size)
     read, selected = select_by_loops(np.float32(scores), sizes, first_blocks, tokens, blocks, block_size)
-    for form in forms if blocks else ("sorting", "comparing"):
+    for form in forms if blocks else ("oracle", "xla_sort", "xla_compare"):
         arrays = np.float32(scores), np.int32(sizes), np.int32(first_blocks)
         actual = jax.tree.map(np.asarray, select(*arrays, tokens, blocks, form, block_size))
         is_used = actual.block_lengths > 0
         pairs = list(zip(actual.block_indices[is_used], actual.block_lengths[is_used], strict=True))
-        keeps_order = form in ("bisection", "mosaic_tpu", "mosaic_tpu_checked")  # of the clusters' indices
+        keeps_order = form in ("xla_bisect", "mosaic_tpu", "mosaic_tpu_checked")  # of the clusters' indices
         assert pairs == (sorted(read) if keeps_order else read)
         np.testing.assert_array_equal(actual.selected_tokens, selected)
         # Unused slots come last and have a valid index.
@@ -109,7 +108,7 @@ def test_adversarial_clusters(score, size, tokens, expected):
     assert compare(score, size, tokens, blocks=40) == expected
 
 
-@pytest.mark.parametrize("form", ["bisection", "comparing", "mosaic_tpu"])
+@pytest.mark.parametrize("form", ["oracle", "xla_bisect", "xla_compare", "mosaic_tpu"])
 def test_nan_scores_come_last_and_zeros_are_equal(form):
     actual = select(np.float32([np.nan, -0.0, 0.0]), np.int32([4, 4, 4]), np.int32([0, 1, 2]), 6, 3, form)
     np.testing.assert_array_equal(actual.selected_tokens, [0, 4, 2])

@@ -76,5 +76,8 @@ def test_invalid_configurations_raise(config, name, value):
 
 
 def test_unknown_implementations_raise():
-    with pytest.raises(ValueError, match="implementation='cuda'; it must be None or one of 'xla', 'mosaic_tpu'"):
+    with pytest.raises(
+        ValueError,
+        match="implementation='cuda'; for soft_match it must be None, 'xla' or one of 'mosaic_tpu', 'mosaic_gpu'",
+    ):
         soft_match.soft_match(jnp.zeros((64, 64)), 64, 16, implementation="cuda")

@@ -1,4 +1,4 @@
-"""Compares all forms of `weighted_decode` with float64 sums, and measures the traffic of the kernels."""
+"""Compares the implementations of `weighted_decode` with its oracle in float64, and measures the kernels' traffic."""
 
 import dataclasses
 import functools
@@ -14,7 +14,8 @@ from pallas_kernels import dispatch, hopper, packing
 from pallas_kernels.hopper import GpuConfig
 from pallas_kernels.partials import MASK_VALUE
 from pallas_kernels.quantized_array import QuantizedArray
-from pallas_kernels.weighted_decode import Entries, TpuConfig, reference, weighted_decode, weighted_decode_many
+from pallas_kernels.weighted_decode import Entries, TpuConfig, oracle, weighted_decode, weighted_decode_many, xla
+from pallas_kernels.weighted_decode import entries as entries_module
 from pallas_kernels.weighted_decode.entries import COMPUTE_BOUND_QUERIES
 from tests.pallas_kernels import helpers, traffic
 
@@ -22,7 +23,8 @@ TPU = {"implementation": "mosaic_tpu", "interpret": True}
 FORMS = helpers.make_forms(TpuConfig(block_slots=128))
 FORMS["mosaic_tpu_split"] = {**TPU, "config": TpuConfig(128, splits=2)}
 every_form = pytest.mark.parametrize("form", FORMS)
-quick_form = pytest.mark.parametrize("form", [form for form in FORMS if form in ("xla", "mosaic_tpu", "device")])
+QUICK = ("oracle", "xla", "mosaic_tpu", "device")
+quick_form = pytest.mark.parametrize("form", [form for form in QUICK if form in FORMS])
 # Relative to the largest sum: the error of rounding entries, queries and weights to the dtype.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 2e-6, "int8": 2e-6, "float8_e4m3fn": 2e-6}
 
@@ -86,26 +88,9 @@ def mask_some(entries):
     return dataclasses.replace(entries, **{name: x.at[:, :, ::7].set(-jnp.inf) for name, x in weights.items()})
 
 
-def expected(queries, entries):
-    """Returns maximum (-inf for queries without entries), numerator and denominator."""
-    arrays = {name: helpers.float64(x) for name, x in entries.slot_arrays.items()}
-    slots, ones = np.arange(entries.slots), np.ones(entries.slots)
-    logits = np.einsum("bhrd,bhsd->bhrs", helpers.float64(queries), arrays["keys"]) / np.sqrt(queries.shape[3])
-    logits = logits * arrays.get("key_scale", ones)[..., None, :]
-    is_read = np.ones((len(queries), queries.shape[2], len(slots)), bool)
-    for bound, holds in ((entries.start, np.greater_equal), (entries.stop, np.less)):
-        if bound is not None:
-            is_read &= holds(slots, np.asarray(bound).reshape(len(queries), -1, 1))
-    log_num = arrays.get("log_num", 0 * ones)
-    log_den = arrays.get("log_den", log_num)
-    num, den = (np.where(is_read[:, None], logits + x[..., None, :], -np.inf) for x in (log_num, log_den))
-    if "values" not in arrays:
-        num = np.full_like(num, -np.inf)
-    maximum = np.maximum(num, den).max(-1)
-    base = np.where(np.isfinite(maximum), maximum, 0.0)[..., None]
-    weight = np.exp(num - base) * arrays.get("value_scale", ones)[..., None, :]
-    values = arrays.get("values", np.zeros(entries.keys.shape))
-    return maximum, np.einsum("bhrs,bhsd->bhrd", weight, values), np.exp(den - base).sum(-1)
+def expected(queries, *stores, **options):
+    prepared = (entries_module.prepare(entries, queries.shape[2]) for entries in stores)
+    return helpers.in_float64(oracle.weighted_decode, queries, *prepared, **options)
 
 
 def compare(actual, queries, entries, tolerance=2e-6):
@@ -113,26 +98,14 @@ def compare(actual, queries, entries, tolerance=2e-6):
 
 
 def compare_union(actual, queries, stores):
-    """Compares partials with sums over the entries of all stores."""
-    maxima, numerators, denominators = zip(*(expected(queries, entries) for entries in stores), strict=True)
-    maximum = np.max(maxima, axis=0)
-    factors = [np.exp(np.where(np.isfinite(one), one - maximum, -np.inf)) for one in maxima]
-    numerator = sum(x * factor[..., None] for x, factor in zip(numerators, factors, strict=True))
-    denominator = sum(x * factor for x, factor in zip(denominators, factors, strict=True))
-    assert helpers.compare_partials(actual, (maximum, numerator, denominator), 2e-6).all()
+    assert helpers.compare_partials(actual, expected(queries, *stores), 2e-6).all()
 
 
 def compare_logits(logits, queries, entries):
-    assert logits.shape == (*queries.shape[:3], entries.slots)
-    denominator = expected(queries, dataclasses.replace(entries, values=None))[2]
-    some, logits = denominator > 0, helpers.float64(logits)
-    maximum = logits.max(-1)
-    np.testing.assert_array_equal(maximum > MASK_VALUE / 2, some)
-    weights = np.exp(logits - maximum[..., None])
-    np.testing.assert_allclose(weights.sum(-1)[some], denominator[some], rtol=1e-4)
-    if entries.stop is not None:
-        stop = np.asarray(entries.stop).reshape(len(queries), 1, -1, 1)
-        assert (logits[np.broadcast_to(np.arange(entries.slots) >= stop, logits.shape)] <= MASK_VALUE / 2).all()
+    reference = expected(queries, entries, logits=True).logits
+    is_read = reference > MASK_VALUE / 2
+    np.testing.assert_array_equal(np.asarray(logits) > MASK_VALUE / 2, is_read)
+    np.testing.assert_allclose(np.asarray(logits)[is_read], reference[is_read], rtol=1e-4, atol=1e-4)
 
 
 @quick_form
@@ -192,7 +165,7 @@ def test_packed_numbers(form, head_dim, bits):
 @pytest.mark.parametrize("sizes", [{"slots": 330}, {"queries": COMPUTE_BOUND_QUERIES}], ids=str)
 def test_quantized_entries_of_several_blocks_or_many_queries(sizes, monkeypatch):
     queries, entries, plain = make_packed(3, 64, **sizes)
-    monkeypatch.setattr(reference, "DEQUANTIZED_BLOCK", 128 * queries.shape[0] * queries.shape[1] * 64)
+    monkeypatch.setattr(xla, "DEQUANTIZED_BLOCK", 128 * queries.shape[0] * queries.shape[1] * 64)
     actual = weighted_decode(queries, entries, logits=True, implementation="xla")
     compare(actual, queries, plain)
     compare_logits(actual.logits, queries, plain)
@@ -200,7 +173,7 @@ def test_quantized_entries_of_several_blocks_or_many_queries(sizes, monkeypatch)
 
 @pytest.mark.parametrize("fields", [(), ("log_num", "log_den"), ("key_scale", "value_scale")])
 def test_blocks_of_many_queries_add_up(monkeypatch, fields):
-    monkeypatch.setattr(reference, "MANY_QUERIES_BLOCK", 64)
+    monkeypatch.setattr(xla, "MANY_QUERIES_BLOCK", 64)
     # Of 304 slots, in four blocks and a partial one, the first and the last ones are not read by all queries.
     stop = np.minimum(np.arange(COMPUTE_BOUND_QUERIES) * 5, [[304], [190]])
     queries, entries = make(queries=COMPUTE_BOUND_QUERIES, fields=fields, start=[70, 0], stop=stop)
@@ -263,7 +236,7 @@ def test_the_union_of_several_stores(form, of):
         on_hopper = hopper.HOPPER.search(jax.devices()[0].device_kind)
         assert len(kernels) == (1 if jax.default_backend() == "tpu" else 2 if on_hopper else 0)
     else:
-        assert str(traced.jaxpr).count("pallas_call[") == (0 if form == "xla" else 1)
+        assert str(traced.jaxpr).count("pallas_call[") == (0 if form in ("oracle", "xla") else 1)
 
 
 @quick_form
@@ -402,7 +375,7 @@ def test_the_gpu_kernel_multiplies_narrow_floats_of_any_scale(dtype, size):
     values = dataclasses.replace(entries.values, scale=jnp.asarray(spread, jnp.float32) * size)
     entries = dataclasses.replace(entries, keys=keys, values=values)
     actual = jax.jit(run_gpu)(queries, entries)
-    maximum, numerator, denominator = expected(queries, entries)
+    maximum, numerator, denominator, _ = expected(queries, entries)
     shift = np.exp(helpers.float64(actual.max) - maximum)
     np.testing.assert_allclose(np.asarray(actual.denominator) * shift, denominator, rtol=2e-6)
     error = np.asarray(actual.numerator) * shift[..., None] - numerator
@@ -431,7 +404,7 @@ def test_unsupported_parts_run_in_xla_which_is_logged_once(monkeypatch, caplog):
         lowered = run_parts.trace(*parts).lower(lowering_platforms=("tpu",)).as_text()
         run_parts.clear_cache()
     assert lowered.count("tpu_custom_call") == 1
-    message = "weighted_decode: XLA instead of mosaic_tpu: logit_cap=20.0; only XLA caps logits"
+    message = "weighted_decode runs without mosaic_tpu: logit_cap=20.0; only XLA caps logits"
     assert [record.message for record in caplog.records] == [message]
     for actual, part in zip(run_parts(*parts), parts, strict=True):
         close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx, traverse_util
 from jax.sharding import Mesh
 
+from kvjax_models.families import Family
 from kvjax_models.formats import files, weights
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
@@ -41,13 +42,13 @@ class Checkpoint:
 
     Attributes:
         source: path of the checkpoint, for error messages.
-        model_type: key of `families.FAMILIES`, which determines names and layouts of the tensors.
+        family: family of the model, which determines names and layouts of the tensors.
         config: configuration of the model.
         tensors: tensors by their Hugging Face names.
     """
 
     source: pathlib.Path
-    model_type: str
+    family: Family
     config: LlamaConfig
     tensors: Mapping[str, StoredTensor]
 
@@ -114,7 +115,7 @@ def build_model(checkpoint: Checkpoint, options: LoadOptions) -> Llama:
     )
     stored = {path: leaf for path, leaf in flatten_parameters(state).items() if path[-1] != SCALE}
     shapes = {path: leaf.shape for path, leaf in stored.items()}
-    rules = weights.parameter_rules(checkpoint.model_type, config, shapes, checkpoint.tensors)
+    rules = weights.parameter_rules(checkpoint.family, config, shapes, checkpoint.tensors)
     shardings = {} if mesh is None else flatten_parameters(parameter_shardings(state, config, mesh))
     tensors = _merge_tied_head(checkpoint) if config.tied_embeddings else checkpoint.tensors
     if problems := _find_mismatches(rules, tensors):

@@ -1,6 +1,6 @@
 """Loads models from GGUF files: configuration and weights in the names and layouts of Hugging Face.
 
-    general.architecture                  family of `families.FAMILIES` and traits of its tensors
+    general.architecture                  family of `families.FAMILIES`
     llama.embedding_length, ...           the values of a config.json, which `config_json` checks
     blk.0.attn_q.weight, ...              model.layers.0.self_attn.q_proj.weight, ...
 
@@ -16,88 +16,32 @@ from typing import Any
 
 import numpy as np
 
-from kvjax_models.formats import config_json, config_keys, config_values, rope_config
+from kvjax_models.families import FAMILIES, FULL_ATTENTION, SLIDING_ATTENTION, ConfigValues, Family
+from kvjax_models.families.family import Path
+from kvjax_models.formats import config_json, config_keys, rope_config
 from kvjax_models.formats.checkpoint import Checkpoint, LoadOptions, StoredTensor, build_model
-from kvjax_models.formats.families import FAMILIES, FULL_ATTENTION, SLIDING_ATTENTION
 from kvjax_models.formats.gguf_file import GGUFFile, QuantizedTensor
-from kvjax_models.formats.weights import EXPERTS
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
 
-
-@dataclasses.dataclass(frozen=True)
-class _Architecture:
-    """How llama.cpp stores a family of models.
-
-    Attributes:
-        family: key of `families.FAMILIES`.
-        interleaved_rope: whether the rows of query and key projections are permuted so that RoPE rotates the pairs
-            (2i, 2i + 1) of a head.
-        norm_offset: added to the stored scales of norms.
-        modules: Hugging Face's names of modules in a layer that differ from `_MODULES`.
-        values: values of config.json that llama.cpp implies.
-    """
-
-    family: str
-    interleaved_rope: bool = False
-    norm_offset: float = 0.0
-    modules: dict[str, str] = dataclasses.field(default_factory=dict)
-    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-_MODULES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-}
-_SANDWICH_NORMS = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_FUSED_MLP = {"ffn_up": "mlp.gate_up_proj"}
-_GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
-
-ARCHITECTURES = {
-    "llama": _Architecture("llama", interleaved_rope=True),
-    "mixtral": _Architecture(  # llama with experts
-        "mixtral", interleaved_rope=True, modules={"ffn_gate_inp": "block_sparse_moe.gate"}
-    ),
-    "qwen2": _Architecture("qwen2"),
-    "qwen3": _Architecture("qwen3"),
-    "qwen3moe": _Architecture("qwen3_moe", values={"norm_topk_prob": True}),
-    "gemma": _Architecture("gemma", norm_offset=1.0, values=_GEMMA),
-    "gemma2": _Architecture(  # the first converters wrote no window
-        "gemma2", norm_offset=1.0, modules=_SANDWICH_NORMS, values=_GEMMA | {"sliding_window": 4096}
-    ),
-    "gemma3": _Architecture("gemma3_text", norm_offset=1.0, modules=_SANDWICH_NORMS, values=_GEMMA),
-    "phi3": _Architecture("phi3", modules=_FUSED_MLP),
-    "granite": _Architecture("granite", interleaved_rope=True),
-    "olmo2": _Architecture("olmo2", modules=_SANDWICH_NORMS),
-    "olmo3": _Architecture("olmo3", modules=_SANDWICH_NORMS),  # olmo2 with a sliding window
-    "smollm3": _Architecture("smollm3", interleaved_rope=True),
-    "glm4": _Architecture(
-        "glm4",
-        modules=_FUSED_MLP | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
-    ),
-    "gpt-oss": _Architecture(
-        "gpt_oss",
-        modules={
-            "post_attention_norm": "post_attention_layernorm",
-            "attn_sinks": "self_attn.sinks",
-            "ffn_gate_inp": "mlp.router",
-        },
-    ),
+# ggml's names of modules with their path in a layer of `Llama`; the number counts fused projections.
+MODULES: dict[str, Path] = {
+    "attn_norm": ("attention_norm",),
+    "attn_q": ("attention", "qkv", 0),
+    "attn_k": ("attention", "qkv", 1),
+    "attn_v": ("attention", "qkv", 2),
+    "attn_qkv": ("attention", "qkv", 0),
+    "attn_output": ("attention", "output"),
+    "attn_q_norm": ("attention", "query_norm"),
+    "attn_k_norm": ("attention", "key_norm"),
+    "attn_sinks": ("attention",),
+    "post_attention_norm": ("after_attention_norm",),
+    "ffn_norm": ("mlp_norm",),
+    "post_ffw_norm": ("after_mlp_norm",),
+    "ffn_gate": ("mlp", "gate_up", 0),
+    "ffn_up": ("mlp", "gate_up", 1),
+    "ffn_down": ("mlp", "down"),
+    "ffn_gate_inp": ("mlp", "router"),
 }
 
 # Keys of the metadata after the architecture's name, and the keys of config.json.
@@ -123,20 +67,13 @@ _KEYS = {
     "logit_scale": "logits_scaling",
 }
 _MOE_KEYS = {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"}
-# Further keys that are understood.
-_OTHER_KEYS = {
-    "attention.value_length",
-    "rope.dimension_count",
-    "rope.scale_linear",
-    "rope.scaling.attn_factor",
-    "rope.scaling.factor",
-    "rope.scaling.original_context_length",
-    "rope.scaling.type",
-    "rope.scaling.yarn_attn_factor",
-    "vocab_size",
-}
-_HARMLESS = {"attention.layer_norm_epsilon", "pooling_type"}  # the models have RMS norms, and give no sentence vectors
-# Keys whose value must equal that of another key, if both are set.
+# Further keys that are understood, or that change nothing.
+_OTHER_KEYS = [
+    "attention.layer_norm_epsilon", "attention.value_length", "pooling_type", "rope.dimension_count",
+    "rope.scale_linear", "rope.scaling.attn_factor", "rope.scaling.factor", "rope.scaling.original_context_length",
+    "rope.scaling.type", "rope.scaling.yarn_attn_factor", "tensor_data_layout", "vocab_size",
+]  # fmt: skip
+# Keys that change nothing if their value equals that of another key.
 _EQUAL_KEYS = {
     "attention.key_length_swa": "attention.key_length",
     "attention.value_length_swa": "attention.key_length",
@@ -145,49 +82,16 @@ _EQUAL_KEYS = {
     "rope.dimension_count_swa": "rope.dimension_count",
     "rope.freq_base_swa": "rope.freq_base",
 }
-# Values of other keys that change nothing; all further keys are refused.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "attention.causal": (True,),
-    "attention.clamp_kqv": (0,),
-    "attention.max_alibi_bias": (0,),
-    "attention.output_scale": (0, 1),
-    "attention.scale": (0,),
-    "attention.shared_kv_layers": (0,),
-    "attention.sliding_window": (0,),
-    "attention.sliding_window_pattern": (False,),
-    "attention.temperature_length": (0,),
-    "attention.temperature_scale": (0,),
-    "attn_logit_softcapping": (0,),
-    "embedding_scale": (0, 1),
-    "expert_count": (0,),
-    "expert_feed_forward_length": (0,),
-    "expert_gating_func": (0, 1),  # unspecified, softmax
-    "expert_group_count": (0, 1),
-    "expert_group_used_count": (0, 1),
-    "expert_shared_count": (0,),
-    "expert_shared_feed_forward_length": (0,),
-    "expert_used_count": (0,),
-    "expert_weights_norm": (True,),
-    "expert_weights_scale": (0, 1),
-    "final_logit_softcapping": (0,),
-    "interleave_moe_layer_step": (0, 1),
-    "leading_dense_block_count": (0,),
-    "logit_scale": (0, 1),
-    "nextn_predict_layers": (0,),
-    "residual_scale": (0, 1),
-    "rope.dimension_sections": (0,),
-    "rope.scaling.alpha": (0,),
-    "rope.scaling.finetuned": (True,),
-    "rope.scaling.yarn_beta_fast": (32,),  # llama.cpp computes with these in the supported architectures
-    "rope.scaling.yarn_beta_slow": (1,),
-    "rope.scaling.yarn_ext_factor": (1,),
-    "rope.scaling.yarn_log_multiplier": (0,),
-    "router_logit_softcapping": (0,),
-    "swiglu_clamp_exp": (0,),
-    "swiglu_clamp_shexp": (0,),
-    "tensor_data_layout": ("Meta AI original pth",),
-    "use_parallel_residual": (False,),
-}
+# Values of other keys that change nothing, beside false and 0; all further values are refused.
+_NEUTRAL = {
+    "attention.causal": True, "attention.output_scale": 1, "embedding_scale": 1, "expert_gating_func": 1,
+    "expert_group_count": 1, "expert_group_used_count": 1, "expert_weights_norm": True, "expert_weights_scale": 1,
+    "interleave_moe_layer_step": 1, "logit_scale": 1, "residual_scale": 1, "rope.scaling.finetuned": True,
+    # llama.cpp computes with these in the supported architectures.
+    "rope.scaling.yarn_beta_fast": 32, "rope.scaling.yarn_beta_slow": 1, "rope.scaling.yarn_ext_factor": 1,
+}  # fmt: skip
+# Keys whose value false changes the computation; Granite has no rotary embedding then.
+_NOT_NEUTRAL = ("attention.causal", "expert_weights_norm", "granite.rope.scaling.finetuned")
 _LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # these scale attention by the width per head instead of head_dim
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _TOP_LEVEL = {
@@ -195,8 +99,7 @@ _TOP_LEVEL = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_Conversion = Callable[[np.ndarray], np.ndarray]
-
+_BIASES = {"attention_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_up"}
 _BLOCK_TENSOR = re.compile(r"blk\.(?P<layer>\d{1,6})\.(?P<module>\w+)(?P<suffix>\.weight|\.bias|)")
 _EXPERT_MODULE = re.compile(r"ffn_(?P<projection>gate|up|down)_exps")
 
@@ -257,73 +160,73 @@ def read_checkpoint(file: GGUFFile) -> tuple[dict[str, Any], Checkpoint]:
     Args:
         file: the file.
     """
-    architecture, values, config = _parse(file)
-    tensors: dict[str, StoredTensor] = dict(_convert_tensors(file, architecture, config))
-    return values, Checkpoint(file.path, architecture.family, config, tensors)
+    family, values, config = _parse(file)
+    tensors: dict[str, StoredTensor] = dict(_convert_tensors(file, family, config))
+    return values, Checkpoint(file.path, family, config, tensors)
 
 
-def _parse(file: GGUFFile) -> tuple[_Architecture, dict[str, Any], LlamaConfig]:
-    """Returns architecture, values of a config.json and configuration of a file.
+def _parse(file: GGUFFile) -> tuple[Family, dict[str, Any], LlamaConfig]:
+    """Returns family, values of a config.json and configuration of a file.
 
     Raises:
         ValueError: if they are not supported, with the path of the file.
     """
     try:
-        name = file.metadata.get("general.architecture")
-        architecture = _architecture(file)
-        values = _config_values(file, str(name), architecture)
-        return architecture, values, config_json.parse_config(values)
+        family = _family(file)
+        values = _config_values(file, family)
+        return family, values, config_json.parse_config(values)
     except ValueError as error:
         raise ValueError(f"{file.path}: {error}") from error
 
 
-def _architecture(file: GGUFFile) -> _Architecture:
-    """Returns the architecture of a file.
+def _family(file: GGUFFile) -> Family:
+    """Returns the family of a file.
 
     Raises:
-        ValueError: if it is not supported.
+        ValueError: if its architecture is not supported.
     """
-    name = file.metadata.get("general.architecture")
-    if name == "llama" and file.metadata.get("llama.expert_count"):
-        name = "mixtral"
-    if name == "olmo2" and file.metadata.get("olmo2.attention.sliding_window"):
-        name = "olmo3"
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        supported = ", ".join(sorted(ARCHITECTURES.keys() - {"mixtral", "olmo3"}))
+    name = str(file.metadata.get("general.architecture"))
+    families = {(family.gguf.architecture, family.gguf.marker): family for family in FAMILIES.values() if family.gguf}
+    for (architecture, marker), family in families.items():
+        if architecture == name and marker is not None and file.metadata.get(f"{name}.{marker}"):
+            return family
+    if (name, None) not in families:
+        supported = ", ".join(sorted({architecture for architecture, _ in families}))
         raise ValueError(f"general.architecture={name!r} is not supported; supported: {supported}")
-    return ARCHITECTURES[name]
+    return families[name, None]
 
 
-def _config_values(file: GGUFFile, name: str, architecture: _Architecture) -> dict[str, Any]:
+def _config_values(file: GGUFFile, family: Family) -> ConfigValues:
     """Returns the values of the config.json that describes the model of a file.
 
     Args:
         file: the file.
-        name: its `general.architecture`, the prefix of its keys.
-        architecture: its architecture.
+        family: family of the model.
 
     Raises:
         ValueError: if a value differs between layers, or a key or a combination is not supported.
     """
-    family = architecture.family
-    keys = _understood_keys(family)
-    _check_keys(file, name, family, keys)
+    name, keys = file.metadata["general.architecture"], _understood_keys(family)
+    _check_keys(file, name, keys)
     found = {
         key: _metadata_value(file, f"{name}.{suffix}")
         for suffix, key in keys.items()
         if suffix != "attention.sliding_window_pattern"
     }
-    values = {key: value for key, value in found.items() if value is not None}
-    values = {"model_type": family, "rope_theta": 10000.0, **architecture.values, **values}
+    implied = {} if family.gguf is None else family.gguf.values
+    values = ConfigValues({"model_type": family.model_type, "rope_theta": 10000.0, **implied})
+    values |= {key: value for key, value in found.items() if value is not None}
     values["sliding_window"] = values.get("sliding_window") or None
-    width, heads = (config_values.integer(values, key) for key in ("hidden_size", "num_attention_heads"))
-    values = {"num_key_value_heads": heads, "head_dim": width // heads, **values}
+    width, heads = values.integer("hidden_size"), values.integer("num_attention_heads")
+    values = ConfigValues({"num_key_value_heads": heads, "head_dim": width // heads, **values})
     embedding = file.tensors.get("token_embd.weight")
     if embedding is not None:
         values["vocab_size"] = _vocab_size(file, embedding.shape[0])
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
-    values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    head_dim = config_values.integer(values, "head_dim")
+    for key, tensor in _BIASES.items():
+        if key in family.keys:
+            values[key] = f"blk.0.{tensor}.bias" in file.tensors
+    head_dim = values.integer("head_dim")
     if _metadata_value(file, f"{name}.attention.value_length") not in (None, head_dim):
         raise ValueError(f"{name}.attention.value_length must equal {name}.attention.key_length={head_dim}")
     if name in _LAYERS_OF_27B:
@@ -331,25 +234,24 @@ def _config_values(file: GGUFFile, name: str, architecture: _Architecture) -> di
         values["query_pre_attn_scalar"] = width // heads if is_27b else head_dim
     if "attention.sliding_window_pattern" in keys:
         values |= _layer_types(file, name, values)
-    return values | _rope_values(file, name, values)
+    return ConfigValues(values | _rope_values(file, name, values))
 
 
-def _understood_keys(family: str) -> dict[str, str]:
+def _understood_keys(family: Family) -> dict[str, str]:
     """Returns the keys of the metadata that a family has, and their names in config.json."""
-    keys = _KEYS | (_MOE_KEYS if family == "qwen3_moe" else {"expert_count": "num_local_experts"})
-    understood = config_keys.understood_keys(FAMILIES[family])
-    if family == "smollm3" or FAMILIES[family].sliding not in ("all", "by_layer_type"):
-        understood -= {"sliding_window", "layer_types"}  # a window needs a switch that the metadata does not have
+    keys = _KEYS | (_MOE_KEYS if "moe_intermediate_size" in family.keys else {"expert_count": "num_local_experts"})
+    understood = config_keys.understood_keys(family)
+    if not family.has_windows:
+        understood -= {"sliding_window", "layer_types"}
     return {suffix: key for suffix, key in keys.items() if key in understood}
 
 
-def _check_keys(file: GGUFFile, name: str, family: str, understood: Mapping[str, str]) -> None:
+def _check_keys(file: GGUFFile, name: str, understood: Mapping[str, str]) -> None:
     """Refuses keys of the architecture that may change the computation.
 
     Args:
         file: the file.
         name: prefix of its keys.
-        family: family of the model.
         understood: keys that are understood.
 
     Raises:
@@ -358,14 +260,13 @@ def _check_keys(file: GGUFFile, name: str, family: str, understood: Mapping[str,
     unsupported = []
     for key in file.metadata:
         suffix = key.removeprefix(f"{name}.")
-        if suffix == key or suffix in understood or suffix in _OTHER_KEYS or suffix in _HARMLESS:
+        if suffix == key or suffix in understood or suffix in _OTHER_KEYS:
             continue
-        value, neutral = _metadata_value(file, key), [*_NEUTRAL.get(suffix, ())]
-        if suffix in _EQUAL_KEYS:
-            neutral.append(_metadata_value(file, f"{name}.{_EQUAL_KEYS[suffix]}"))
-        if suffix == "rope.scaling.finetuned" and family != "granite":
-            neutral.append(False)  # only Granite has no rotary embedding then
-        if value not in neutral:
+        value = _metadata_value(file, key)
+        is_neutral = value == _NEUTRAL.get(suffix) or (
+            not value and suffix not in _NOT_NEUTRAL and key not in _NOT_NEUTRAL
+        )
+        if not is_neutral and value != _metadata_value(file, f"{name}.{_EQUAL_KEYS.get(suffix)}"):
             unsupported.append(f"{key}={value!r}")
     if unsupported:
         raise ValueError(f"not supported: {', '.join(unsupported)}")
@@ -387,7 +288,7 @@ def _vocab_size(file: GGUFFile, rows: int) -> int:
     return rows
 
 
-def _layer_types(file: GGUFFile, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _layer_types(file: GGUFFile, name: str, values: ConfigValues) -> dict[str, Any]:
     """Returns `layer_types`, {} without a pattern: booleans per layer, or n, where every n-th layer has full attention.
 
     Args:
@@ -399,8 +300,8 @@ def _layer_types(file: GGUFFile, name: str, values: Mapping[str, Any]) -> dict[s
     if pattern is None or values["sliding_window"] is None:
         return {}
     if not isinstance(pattern, np.ndarray):
-        period = config_values.integer({"sliding_window_pattern": pattern}, "sliding_window_pattern", minimum=0)
-        layers = config_values.integer(values, "num_hidden_layers")
+        period = ConfigValues(sliding_window_pattern=pattern).integer("sliding_window_pattern", minimum=0)
+        layers = values.integer("num_hidden_layers")
         pattern = np.array([not period or (layer + 1) % period != 0 for layer in range(layers)])
     return {"layer_types": [SLIDING_ATTENTION if slides else FULL_ATTENTION for slides in pattern.tolist()]}
 
@@ -489,7 +390,7 @@ def _yarn_scaling(
     total = _metadata_number(file, f"{prefix}.yarn_attn_factor")
     if attention is None and total is None:
         return scaling
-    default = rope_config.yarn_attention_factor(config_values.number(scaling, "factor"))
+    default = rope_config.yarn_attention_factor(ConfigValues(scaling).number("factor"))
     if total is not None and not math.isclose(total, default, rel_tol=1e-4):
         raise ValueError(f"{prefix}.yarn_attn_factor={total} is not supported; supported: YaRN's {default:.6g}")
     return scaling | {"attention_factor": default * (1.0 if attention is None else attention)}
@@ -497,7 +398,7 @@ def _yarn_scaling(
 
 def _metadata_number(file: GGUFFile, key: str) -> float | None:
     """Returns a number of the metadata, None if it is missing."""
-    return config_values.optional_number({key: _metadata_value(file, key)}, key)
+    return ConfigValues({key: _metadata_value(file, key)}).optional_number(key)
 
 
 def _metadata_value(file: GGUFFile, key: str) -> Any:
@@ -516,93 +417,74 @@ def _metadata_value(file: GGUFFile, key: str) -> Any:
     return value
 
 
-def _convert_tensors(
-    file: GGUFFile, architecture: _Architecture, config: LlamaConfig
-) -> Iterator[tuple[str, StoredTensor]]:
+def _convert_tensors(file: GGUFFile, family: Family, config: LlamaConfig) -> Iterator[tuple[str, StoredTensor]]:
     """Yields the tensors under Hugging Face's names; unknown ones keep theirs, so that `build_model` lists them.
 
     Args:
         file: the file.
-        architecture: its architecture.
+        family: family of the model.
         config: its configuration.
     """
-    modules = _MODULES | architecture.modules
+    assert family.gguf is not None
     for name, tensor in file.tensors.items():
         if name in _ROPE_TENSORS:
             continue
+        converted: StoredTensor = tensor
+        if config.norm_offset and name.endswith("_norm.weight"):
+            converted = _Tensor((tensor,), tensor.shape, lambda scale: scale.astype(np.float32) - config.norm_offset)
         match = _BLOCK_TENSOR.fullmatch(name)
         if match is None:
-            is_norm = name == "output_norm.weight"
-            yield _TOP_LEVEL.get(name, name), _convert(tensor, _offset(architecture) if is_norm else _identity)
+            yield _TOP_LEVEL.get(name, name), converted
             continue
         prefix, module, suffix = f"model.layers.{match['layer']}", match["module"], match["suffix"]
         if expert := _EXPERT_MODULE.fullmatch(module):
-            yield from _convert_experts(file, architecture, prefix, name, expert["projection"], suffix)
-        elif module not in modules:
+            yield from _convert_experts(file, family, prefix, name, expert["projection"], suffix)
+            continue
+        if family.gguf.interleaved_rope and module in ("attn_q", "attn_k"):
+            converted = _Tensor((tensor,), tensor.shape, _undo_interleaving(config.head_dim))
+        path = {**MODULES, **family.gguf.modules}.get(module, ())
+        is_projection = bool(path) and isinstance(path[-1], int)
+        names = family.module_names(path[:-1] if is_projection else path)
+        if not names:
             yield name, tensor
-        else:
-            if module == "attn_sinks":
-                suffix = ""  # a parameter of attention itself
-            convert: _Conversion = _identity
-            if module.endswith("_norm"):
-                convert = _offset(architecture)
-            elif module in ("attn_q", "attn_k") and architecture.interleaved_rope:
-                convert = _undo_interleaving(config.head_dim)
-            yield f"{prefix}.{modules[module]}{suffix}", _convert(tensor, convert)
+        elif module == "attn_sinks":
+            yield f"{prefix}.{names[0]}.sinks", tensor
+        else:  # fused projections have a single name
+            index = min(int(path[-1]), len(names) - 1) if is_projection else 0
+            yield f"{prefix}.{names[index]}{suffix}", converted
 
 
 def _convert_experts(
-    file: GGUFFile, architecture: _Architecture, prefix: str, name: str, projection: str, suffix: str
+    file: GGUFFile, family: Family, prefix: str, name: str, projection: str, suffix: str
 ) -> Iterator[tuple[str, StoredTensor]]:
     """Yields the tensors of experts, which GGUF files stack as [E, out, in].
 
     Args:
         file: the file.
-        architecture: its architecture.
+        family: family of the model.
         prefix: name of the layer.
         name: name of the tensor in the file.
         projection: "gate", "up" or "down".
         suffix: ".weight" or ".bias".
     """
-    tensor = file.tensors[name]
-    if architecture.family != "gpt_oss":
-        experts, projections = EXPERTS.get(architecture.family, ("", {}))
-        for index in range(tensor.shape[0] if projections and len(tensor.shape) == 3 else 0):
-            yield f"{prefix}.{experts}.{index}.{projections[projection]}{suffix}", tensor.select(index)
+    tensor, names = file.tensors[name], family.module_names(("experts", projection))
+    if not names:
+        yield name, tensor
         return
-    target = suffix.replace(".weight", "").replace(".bias", "_bias")
+    target = f"{prefix}.{names[0]}"
+    if "{}" in target:
+        for index in range(tensor.shape[0]):
+            yield f"{target.format(index)}{suffix}", tensor.select(index)
+        return
+    target += "_bias" if suffix == ".bias" else ""
+    matrix = tensor.shape if suffix == ".bias" else (*tensor.shape[:-2], *tensor.shape[:-3:-1])
     if projection == "down":
-        shape = tensor.shape if suffix == ".bias" else tensor.shape[:-2] + tensor.shape[:-3:-1]
-        yield f"{prefix}.mlp.experts.down_proj{target}", _Tensor((tensor,), shape, _transpose_experts)
+        yield target, _Tensor((tensor,), matrix, _transpose_experts)
     elif projection == "gate" and (up := file.tensors.get(name.replace("ffn_gate_exps", "ffn_up_exps"))) is not None:
-        if up.shape != tensor.shape:
-            yield name, tensor
-            return
-        matrix = tensor.shape if suffix == ".bias" else tensor.shape[:-2] + tensor.shape[:-3:-1]
-        shape = (*matrix[:-1], 2 * matrix[-1])
-        yield f"{prefix}.mlp.experts.gate_up_proj{target}", _Tensor((tensor, up), shape, _interleave_experts)
+        yield target, _Tensor((tensor, up), (*matrix[:-1], 2 * matrix[-1]), _interleave_experts)
 
 
-def _convert(tensor: QuantizedTensor, convert: _Conversion) -> StoredTensor:
-    return tensor if convert is _identity else _Tensor((tensor,), tensor.shape, convert)
-
-
-def _identity(values: np.ndarray) -> np.ndarray:
-    return values
-
-
-def _offset(architecture: _Architecture) -> _Conversion:
-    """Returns the conversion of a norm's scale."""
-    if not architecture.norm_offset:
-        return _identity
-
-    def subtract(values: np.ndarray) -> np.ndarray:
-        return values.astype(np.float32) - np.float32(architecture.norm_offset)
-
-    return subtract
-
-
-def _undo_interleaving(head_dim: int) -> _Conversion:
+def _undo_interleaving(head_dim: int) -> Callable[[np.ndarray], np.ndarray]:
     """Returns the conversion from rotated pairs (2i, 2i + 1) of rows to (i, i + head_dim / 2)."""
 
     def convert(values: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ import numpy as np
 import safetensors
 from jax.sharding import Mesh
 
+from kvjax_models.families import FAMILIES, Family
 from kvjax_models.formats import config_json, files, weights
 from kvjax_models.formats.checkpoint import Checkpoint, LoadOptions, StoredTensor, build_model
 from kvjax_models.model.config import LlamaConfig
@@ -75,26 +76,27 @@ def load_model(
         The model.
     """
     directory = pathlib.Path(directory)
-    model_type, config = _read_config(directory)
+    family, config = _read_config(directory)
     with contextlib.ExitStack() as stack:
         tensors: dict[str, StoredTensor] = {
             name: tensor
             for name, tensor in _open_tensors(_weight_files(directory), stack).items()
             if not _IGNORED.fullmatch(name)
         }
-        checkpoint = Checkpoint(directory, model_type, config, weights.select_text_tensors(tensors))
+        checkpoint = Checkpoint(directory, family, config, weights.select_text_tensors(tensors))
         return build_model(checkpoint, options or LoadOptions(dtype, mesh=mesh))
 
 
-def _read_config(directory: pathlib.Path) -> tuple[str, LlamaConfig]:
-    """Returns the model type and the configuration of a directory.
+def _read_config(directory: pathlib.Path) -> tuple[Family, LlamaConfig]:
+    """Returns the family and the configuration of a directory.
 
     Raises:
         ValueError: if `config.json` is invalid or not supported.
     """
     values = files.read_json_object(directory / CONFIG_FILE)
     try:
-        return config_json.text_config(values).get("model_type", ""), config_json.parse_config(values)
+        config = config_json.parse_config(values)
+        return FAMILIES[config_json.text_config(values)["model_type"]], config
     except ValueError as error:
         raise ValueError(f"{directory / CONFIG_FILE}: {files.shorten(error)}") from error
 

@@ -7,9 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from kvjax_models.families import FULL_ATTENTION, SLIDING_ATTENTION, ConfigValues, Family
 from kvjax_models.formats import config_keys
-from kvjax_models.formats.config_values import Values, boolean, if_set, integer, number, optional_number
-from kvjax_models.formats.families import FULL_ATTENTION, SLIDING_ATTENTION, Family
 from kvjax_models.model.rotary import RopeScaling
 
 _REQUIRED = {
@@ -20,7 +19,7 @@ _REQUIRED = {
 }
 
 
-def parse_rope(family: Family, values: Values, head_dim: int) -> dict[str, Any]:
+def parse_rope(family: Family, values: ConfigValues) -> dict[str, Any]:
     """Returns the rotary embedding fields of `LlamaConfig`.
 
     `rope_scaling` has precedence if both spellings are present, as in transformers.
@@ -28,7 +27,6 @@ def parse_rope(family: Family, values: Values, head_dim: int) -> dict[str, Any]:
     Args:
         family: family of the model.
         values: values of its config.json.
-        head_dim: dimension of a head.
 
     Raises:
         ValueError: if the settings are invalid or not supported.
@@ -36,60 +34,33 @@ def parse_rope(family: Family, values: Values, head_dim: int) -> dict[str, Any]:
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         raise ValueError(f"rope_parameters={rope!r} must be an object")
-    sliding_rope: Values | None = None
+    sliding_rope: Mapping[str, Any] | None = None
     if rope and all(isinstance(value, Mapping) for value in rope.values()):
-        if family.sliding != "by_layer_type" or not set(rope) <= {FULL_ATTENTION, SLIDING_ATTENTION}:
+        if not set(rope) <= {FULL_ATTENTION, SLIDING_ATTENTION}:
             raise ValueError(f"rope_parameters={dict(rope)!r} is not supported: one rotary embedding per layer type")
         rope, sliding_rope = rope.get(FULL_ATTENTION) or {}, rope.get(SLIDING_ATTENTION)
     elif any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError(f"rope_parameters={dict(rope)!r} must be one rotary embedding, or one per layer type")
-    rotary_dim = _rotary_dim(family, rope, values, head_dim)
-    theta = number({"rope_theta": 10000.0, **values, **if_set(rope, "rope_theta")}, "rope_theta")
-    scaling = rope_scaling(rope, values, rotary_dim)
+    rotary_dim = _rotary_dim(family, rope, values)
+    theta = ConfigValues({"rope_theta": 10000.0} | values | _if_set(rope, "rope_theta")).number("rope_theta")
+    scaling = _scaling(family, ConfigValues(rope), values, rotary_dim)
     window_theta = None
     if sliding_rope is not None or "rope_local_base_freq" in family.defaults:
-        local = {"rope_theta": values.get("rope_local_base_freq", theta), **(sliding_rope or {})}
-        _rotary_dim(family, local, values, head_dim)  # refuses a partial rotation
-        if rope_scaling(local, values, rotary_dim) is not None:
+        local = ConfigValues({"rope_theta": values.get("rope_local_base_freq", theta), **(sliding_rope or {})})
+        _rotary_dim(family, local, values)  # refuses a partial rotation
+        if _scaling(family, local, values, rotary_dim) is not None:
             raise ValueError(
                 f"rope_parameters={sliding_rope!r} is not supported for sliding attention; supported: 'default'"
             )
-        window_theta = number(local, "rope_theta")
-    elif values["model_type"] == "olmo3" and scaling is not None:
-        # In the authors' code only full attention layers are scaled; transformers 5.2 scales all.
+        window_theta = local.number("rope_theta")
+    elif not family.scaled_windows and scaling is not None:
         window_theta = theta
     return {
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "rotary_dim": None if rotary_dim == head_dim else rotary_dim,
+        "rotary_dim": None if rotary_dim == values.integer("head_dim") else rotary_dim,
         "window_rope_theta": window_theta,
     }
-
-
-def rope_scaling(rope: Values, values: Values, rotary_dim: int) -> RopeScaling | None:
-    """Returns the scaling of a rotary embedding; None if it is not scaled.
-
-    Args:
-        rope: values of the rotary embedding.
-        values: values of the model.
-        rotary_dim: rotated dimensions of a head.
-
-    Raises:
-        ValueError: if the scaling is invalid or not supported.
-    """
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if values["model_type"] == "phi3" and kind in ("su", "yarn"):  # names in its first configs
-        kind = "longrope"
-    if unsupported := config_keys.unsupported_rope_keys(rope):
-        raise ValueError(f"the rotary embedding's {', '.join(unsupported)} is not supported")
-    if kind is None or kind == "default":
-        return None
-    parsers = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope, "dynamic": _dynamic}
-    if not isinstance(kind, str) or kind not in parsers:
-        raise ValueError(f"rope_type={kind!r} is not supported; supported: default, {', '.join(parsers)}")
-    if missing := [key for key in _REQUIRED.get(kind, ()) if rope.get(key) is None]:
-        raise ValueError(f"rope_type={kind!r} requires {', '.join(missing)}")
-    return parsers[kind](rope, values, rotary_dim)
 
 
 def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:
@@ -102,39 +73,63 @@ def yarn_attention_factor(factor: float, scale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _linear(rope: Values, values: Values, rotary_dim: int) -> RopeScaling:
-    return RopeScaling("linear", number(rope, "factor"))
+def _scaling(family: Family, rope: ConfigValues, values: ConfigValues, rotary_dim: int) -> RopeScaling | None:
+    """Returns the scaling of a rotary embedding; None if it is not scaled.
+
+    Args:
+        family: family of the model.
+        rope: values of the rotary embedding.
+        values: values of the model.
+        rotary_dim: rotated dimensions of a head.
+
+    Raises:
+        ValueError: if the scaling is invalid or not supported.
+    """
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = family.rope_types.get(kind, kind) if isinstance(kind, str) else kind
+    if unsupported := config_keys.unsupported_rope_keys(rope):
+        raise ValueError(f"the rotary embedding's {', '.join(unsupported)} is not supported")
+    if kind is None or kind == "default":
+        return None
+    parsers = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope, "dynamic": _dynamic}
+    if not isinstance(kind, str) or kind not in parsers:
+        raise ValueError(f"rope_type={kind!r} is not supported; supported: default, {', '.join(parsers)}")
+    if missing := [key for key in _REQUIRED.get(kind, ()) if rope.get(key) is None]:
+        raise ValueError(f"rope_type={kind!r} requires {', '.join(missing)}")
+    return parsers[kind](rope, values, rotary_dim)
 
 
-def _dynamic(rope: Values, values: Values, rotary_dim: int) -> RopeScaling:
-    if rotary_dim < 4:
-        raise ValueError(f"rope_type='dynamic' requires at least 4 rotated dimensions per head, got {rotary_dim}")
-    return RopeScaling("dynamic", number(rope, "factor"), original_length=values["max_position_embeddings"])
+def _linear(rope: ConfigValues, values: ConfigValues, rotary_dim: int) -> RopeScaling:
+    return RopeScaling("linear", rope.number("factor"))
 
 
-def _llama3(rope: Values, values: Values, rotary_dim: int) -> RopeScaling:
-    low, high = number(rope, "low_freq_factor"), number(rope, "high_freq_factor")
+def _dynamic(rope: ConfigValues, values: ConfigValues, rotary_dim: int) -> RopeScaling:
+    return RopeScaling("dynamic", rope.number("factor"), original_length=values.integer("max_position_embeddings"))
+
+
+def _llama3(rope: ConfigValues, values: ConfigValues, rotary_dim: int) -> RopeScaling:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if not low < high:
         raise ValueError(f"low_freq_factor={low} must be less than high_freq_factor={high}")
     return RopeScaling(
         "llama3",
-        number(rope, "factor"),
+        rope.number("factor"),
         low_frequency_factor=low,
         high_frequency_factor=high,
         original_length=_original_length(rope, values),
     )
 
 
-def _yarn(rope: Values, values: Values, rotary_dim: int) -> RopeScaling:
+def _yarn(rope: ConfigValues, values: ConfigValues, rotary_dim: int) -> RopeScaling:
     original = _original_length(rope, values)
-    factor = optional_number(rope, "factor") or values["max_position_embeddings"] / original
-    attention = optional_number(rope, "attention_factor")
+    factor = rope.optional_number("factor") or values.integer("max_position_embeddings") / original
+    attention = rope.optional_number("attention_factor")
     if attention is None:
-        scale, scale_all = optional_number(rope, "mscale"), optional_number(rope, "mscale_all_dim")
+        scale, scale_all = rope.optional_number("mscale"), rope.optional_number("mscale_all_dim")
         attention = yarn_attention_factor(factor)
         if scale and scale_all:
             attention = yarn_attention_factor(factor, scale) / yarn_attention_factor(factor, scale_all)
-    fast, slow = optional_number(rope, "beta_fast") or 32.0, optional_number(rope, "beta_slow") or 1.0
+    fast, slow = rope.optional_number("beta_fast") or 32.0, rope.optional_number("beta_slow") or 1.0
     if not slow < fast:
         raise ValueError(f"beta_slow={slow} must be less than beta_fast={fast}")
     return RopeScaling(
@@ -143,15 +138,15 @@ def _yarn(rope: Values, values: Values, rotary_dim: int) -> RopeScaling:
         original_length=original,
         beta_fast=fast,
         beta_slow=slow,
-        truncate=rope.get("truncate") is None or boolean(rope, "truncate"),
+        truncate=rope.get("truncate") is None or rope.boolean("truncate"),
         attention_factor=attention,
     )
 
 
-def _longrope(rope: Values, values: Values, rotary_dim: int) -> RopeScaling:
+def _longrope(rope: ConfigValues, values: ConfigValues, rotary_dim: int) -> RopeScaling:
     original = _original_length(rope, values)
-    factor = optional_number(rope, "factor") or values["max_position_embeddings"] / original
-    attention = optional_number(rope, "attention_factor")
+    factor = rope.optional_number("factor") or values.integer("max_position_embeddings") / original
+    attention = rope.optional_number("attention_factor")
     if attention is None:
         if factor > 1 and original < 2:
             raise ValueError(f"original_max_position_embeddings={original} must be at least 2 for rope_type='longrope'")
@@ -166,7 +161,7 @@ def _longrope(rope: Values, values: Values, rotary_dim: int) -> RopeScaling:
     )
 
 
-def _factors(rope: Values, key: str, pairs: int) -> tuple[float, ...]:
+def _factors(rope: ConfigValues, key: str, pairs: int) -> tuple[float, ...]:
     """Returns one factor per rotated pair of dimensions.
 
     Raises:
@@ -176,28 +171,34 @@ def _factors(rope: Values, key: str, pairs: int) -> tuple[float, ...]:
     if not isinstance(value, list) or len(value) != pairs:
         actual = f"a list of {len(value)}" if isinstance(value, list) else repr(value)
         raise ValueError(f"{key} must be a list of {pairs} numbers, one per rotated pair of dimensions, got {actual}")
-    return tuple(number({key: factor}, key) for factor in value)
+    return tuple(ConfigValues({key: factor}).number(key) for factor in value)
 
 
-def _original_length(rope: Values, values: Values) -> int:
+def _original_length(rope: ConfigValues, values: ConfigValues) -> int:
     """Returns the context length of the first training phase; the model's own value (Phi-3) has precedence."""
+    key = "original_max_position_embeddings"
     for source in (values, rope):
-        if source.get("original_max_position_embeddings") is not None:
-            return integer(source, "original_max_position_embeddings")
-    return values["max_position_embeddings"]
+        if source.get(key) is not None:
+            return source.integer(key)
+    return values.integer("max_position_embeddings")
 
 
-def _rotary_dim(family: Family, rope: Values, values: Values, head_dim: int) -> int:
+def _rotary_dim(family: Family, rope: Mapping[str, Any], values: ConfigValues) -> int:
     """Returns the number of rotated dimensions per head.
 
     Raises:
         ValueError: if the family does not support partial rotation.
     """
     key = "partial_rotary_factor"
-    factors = {**if_set(values, key), **if_set(rope, key)}
+    factors, head_dim = ConfigValues(_if_set(values, key) | _if_set(rope, key)), values.integer("head_dim")
     if not factors:
         return head_dim
-    factor = number(factors, key)
+    factor = factors.number(key)
     if factor > 1 or (factor != 1 and not family.partial_rotary):
-        raise ValueError(f"{key}={factors[key]} is not supported for {values['model_type']}; supported: 1")
+        raise ValueError(f"{key}={factors[key]} is not supported for {family.model_type}; supported: 1")
     return int(head_dim * factor)
+
+
+def _if_set(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Returns the key with its value, or {} if it is null or missing."""
+    return {} if values.get(key) is None else {key: values[key]}

@@ -13,56 +13,15 @@ from typing import TypeVar
 import ml_dtypes
 import numpy as np
 
+from kvjax_models.families.family import Family, Path
 from kvjax_models.model.config import LlamaConfig
 
-Path = tuple[str | int, ...]
 Shape = tuple[int, ...]
 T = TypeVar("T")
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
-# Hugging Face's names of modules by their path in a layer of `Llama`, and the names that differ in some families.
-_LAYER_MODULES: dict[Path, str] = {
-    ("attention_norm",): "input_layernorm",
-    ("attention", "output"): "self_attn.o_proj",
-    ("attention", "query_norm"): "self_attn.q_norm",
-    ("attention", "key_norm"): "self_attn.k_norm",
-    ("attention",): "self_attn",  # its sinks
-    ("mlp_norm",): "post_attention_layernorm",
-    ("mlp", "router"): "mlp.gate",
-    ("mlp", "down"): "mlp.down_proj",
-}
 _MODULES: dict[Path, str] = {("embedding",): "model.embed_tokens", ("norm",): "model.norm", ("head",): "lm_head"}
-_SANDWICH_NORMS: dict[Path, str] = {
-    ("after_attention_norm",): "post_attention_layernorm",
-    ("mlp_norm",): "pre_feedforward_layernorm",
-    ("after_mlp_norm",): "post_feedforward_layernorm",
-}
-_FAMILY_MODULES: dict[str, dict[Path, str]] = {
-    "gemma2": _SANDWICH_NORMS,
-    "gemma3_text": _SANDWICH_NORMS,
-    "olmo2": _SANDWICH_NORMS,
-    "olmo3": _SANDWICH_NORMS,
-    "glm4": {("after_attention_norm",): "post_self_attn_layernorm", ("after_mlp_norm",): "post_mlp_layernorm"},
-    "mixtral": {("mlp", "router"): "block_sparse_moe.gate"},
-    "gpt_oss": {("mlp", "router"): "mlp.router"},
-}
-# Projections that `Llama` fuses: their names, and the single name in families that store them fused, too.
-_PROJECTIONS: dict[Path, tuple[str, ...]] = {
-    ("attention", "qkv"): ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("mlp", "gate_up"): ("mlp.gate_proj", "mlp.up_proj"),
-}
-_FUSED: dict[str, dict[Path, str]] = {
-    "phi3": {("attention", "qkv"): "self_attn.qkv_proj", ("mlp", "gate_up"): "mlp.gate_up_proj"},
-    "glm": {("mlp", "gate_up"): "mlp.gate_up_proj"},
-    "glm4": {("mlp", "gate_up"): "mlp.gate_up_proj"},
-}
-# Families with one tensor per expert.
-EXPERTS = {
-    "mixtral": ("block_sparse_moe.experts", {"gate": "w1", "up": "w3", "down": "w2"}),
-    "qwen3_moe": ("mlp.experts", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}),
-}
-_INTERLEAVED_ROPE = ("glm", "glm4")  # families that rotate pairs (2i, 2i + 1)
 _VISION_TENSOR = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 _FP4_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 FP4_VALUES = np.concatenate([_FP4_MAGNITUDES, -_FP4_MAGNITUDES])
@@ -88,12 +47,12 @@ class TensorRule:
 
 
 def parameter_rules(
-    model_type: str, config: LlamaConfig, shapes: Mapping[Path, Shape], stored: Collection[str] = ()
+    family: Family, config: LlamaConfig, shapes: Mapping[Path, Shape], stored: Collection[str] = ()
 ) -> list[TensorRule]:
     """Returns the rules of all parameters of a model.
 
     Args:
-        model_type: key of `families.FAMILIES`.
+        family: family of the model.
         config: configuration of the model.
         shapes: shape of every parameter.
         stored: names of the tensors to read, which show whether experts are stored as MXFP4.
@@ -102,7 +61,7 @@ def parameter_rules(
     covered: set[Path] = set()
     for path in shapes:
         if path not in covered:
-            rules.append(_rule(model_type, config, path, shapes, stored))
+            rules.append(_rule(family, config, path, shapes, stored))
             covered.update(rules[-1].paths)
     return rules
 
@@ -157,35 +116,31 @@ def dequantize_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 def _rule(
-    model_type: str, config: LlamaConfig, path: Path, shapes: Mapping[Path, Shape], stored: Collection[str]
+    family: Family, config: LlamaConfig, path: Path, shapes: Mapping[Path, Shape], stored: Collection[str]
 ) -> TensorRule:
     """Returns the rule of one parameter."""
     shape, leaf, in_layer = shapes[path], str(path[-1]), path[0] == "layers"
-    if in_layer and path[2:-1] in _PROJECTIONS:
-        return _projection_rule(model_type, config, path, shape)
-    is_expert = in_layer and path[2] == "mlp" and len(shape) == (2 if leaf == "bias" else 3)
-    if is_expert and model_type == "gpt_oss":
-        return _gpt_oss_rule(path, shapes, stored)
-    if is_expert:
-        return _expert_rule(model_type, path, shape)
+    if in_layer and path[2:-1] in (("attention", "qkv"), ("mlp", "gate_up")):
+        return _projection_rule(family, config, path, shape)
+    if in_layer and path[2] == "mlp" and len(shape) == (2 if leaf == "bias" else 3):
+        [module] = family.module_names(("experts", path[3]))
+        if "{}" in module:
+            return _expert_rule(f"model.layers.{path[1]}.{module}.weight", path, shape)
+        return _stacked_expert_rule(f"model.layers.{path[1]}.{module}", path, shapes, stored)
     is_head_norm = in_layer and path[2:-1] in [("attention", "query_norm"), ("attention", "key_norm")]
-    order = _heads_order(model_type, config, shape[-1]) if is_head_norm else None
+    order = _heads_order(family, config, shape[-1]) if is_head_norm else None
     is_kernel = leaf == "kernel"
 
     def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [_permute(tensors[0].T if is_kernel else tensors[0], order)]
 
-    name = _tensor_name(model_type, path)
+    suffix = {"sinks": "sinks", "bias": "bias"}.get(leaf, "weight")
+    if in_layer:
+        [module] = family.module_names(path[2:-1])
+        name = f"model.layers.{path[1]}.{module}.{suffix}"
+    else:
+        name = f"{_MODULES[path[:-1]]}.{suffix}"
     return TensorRule((path,), (name,), (shape[::-1] if is_kernel else shape,), read)
-
-
-def _tensor_name(model_type: str, path: Path) -> str:
-    """Returns Hugging Face's name of a parameter that is a single tensor."""
-    leaf = {"sinks": "sinks", "bias": "bias"}.get(str(path[-1]), "weight")
-    if path[0] != "layers":
-        return f"{_MODULES[path[:-1]]}.{leaf}"
-    modules = _LAYER_MODULES | _FAMILY_MODULES.get(model_type, {})
-    return f"model.layers.{path[1]}.{modules[path[2:-1]]}.{leaf}"
 
 
 def _text_name(name: str) -> str:
@@ -193,9 +148,9 @@ def _text_name(name: str) -> str:
     return name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
 
 
-def _heads_order(model_type: str, config: LlamaConfig, width: int) -> np.ndarray | None:
+def _heads_order(family: Family, config: LlamaConfig, width: int) -> np.ndarray | None:
     """Returns the permutation of the last axis of a query or key projection of this width."""
-    order = head_dim_order(config.head_dim, config.rotary_dim, model_type in _INTERLEAVED_ROPE)
+    order = head_dim_order(config.head_dim, config.rotary_dim, family.interleaved_rope)
     if order is None:
         return None
     return (np.arange(0, width, config.head_dim)[:, None] + order).reshape(-1)
@@ -205,21 +160,22 @@ def _permute(tensor: np.ndarray, order: np.ndarray | None) -> np.ndarray:
     return tensor if order is None else tensor[..., order]
 
 
-def _projection_rule(model_type: str, config: LlamaConfig, path: Path, shape: Shape) -> TensorRule:
+def _projection_rule(family: Family, config: LlamaConfig, path: Path, shape: Shape) -> TensorRule:
     """Returns the rule of fused projections.
 
     The file has one tensor [out, in] per projection, or one that concatenates them along `out`. The parameter is
     [in, H_kv, G + 2, D] or [in, 2, F], with the projections along its last axis but one; biases have no `in`.
     """
     is_attention, leaf = path[2] == "attention", "bias" if path[-1] == "bias" else "weight"
-    fused = _FUSED.get(model_type, {}).get(path[2:-1])
-    names = tuple(f"model.layers.{path[1]}.{name}.{leaf}" for name in ((fused,) if fused else _PROJECTIONS[path[2:-1]]))
+    modules = family.module_names(path[2:-1])
+    fused = len(modules) == 1
+    names = tuple(f"model.layers.{path[1]}.{module}.{leaf}" for module in modules)
     inputs = shape[:1] if leaf == "weight" else ()
     heads = (config.kv_heads,) if is_attention else ()
     counts = (config.query_heads // config.kv_heads, 1, 1) if is_attention else (1, 1)
     widths = [math.prod(heads) * count * shape[-1] for count in counts]
     rotated = (True, True, False) if is_attention else (False, False)
-    orders = [_heads_order(model_type, config, width) if r else None for width, r in zip(widths, rotated, strict=True)]
+    orders = [_heads_order(family, config, width) if r else None for width, r in zip(widths, rotated, strict=True)]
 
     def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Concatenates the projections in the `tensors` of a file into one parameter."""
@@ -234,11 +190,9 @@ def _projection_rule(model_type: str, config: LlamaConfig, path: Path, shape: Sh
     return TensorRule((path,), names, tuple(sizes), read)
 
 
-def _expert_rule(model_type: str, path: Path, shape: Shape) -> TensorRule:
-    """Returns the rule of experts with one tensor [out, in] per expert."""
-    prefix, modules = EXPERTS[model_type]
-    module = modules[str(path[3])]
-    names = tuple(f"model.layers.{path[1]}.{prefix}.{expert}.{module}.weight" for expert in range(shape[0]))
+def _expert_rule(name: str, path: Path, shape: Shape) -> TensorRule:
+    """Returns the rule of experts with one tensor [out, in] per expert, whose number replaces "{}" in the name."""
+    names = tuple(name.format(expert) for expert in range(shape[0]))
 
     def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [np.stack([tensor.T for tensor in tensors])]
@@ -246,12 +200,10 @@ def _expert_rule(model_type: str, path: Path, shape: Shape) -> TensorRule:
     return TensorRule((path,), names, (shape[:0:-1],) * shape[0], read)
 
 
-def _gpt_oss_rule(path: Path, shapes: Mapping[Path, Shape], stored: Collection[str]) -> TensorRule:
-    """Returns the rule of gpt-oss experts: one tensor [E, in, out], with gate and up interleaved, maybe as MXFP4."""
-    module, leaf = str(path[3]), str(path[-1])
-    modules = ("down",) if module == "down" else ("gate", "up")
-    paths = tuple((*path[:3], name, leaf) for name in modules)
-    name = f"model.layers.{path[1]}.mlp.experts.{'down_proj' if module == 'down' else 'gate_up_proj'}"
+def _stacked_expert_rule(name: str, path: Path, shapes: Mapping[Path, Shape], stored: Collection[str]) -> TensorRule:
+    """Returns the rule of experts in one tensor [E, in, out], with gate and up interleaved, or in MXFP4."""
+    leaf, modules = str(path[-1]), ("down",) if path[3] == "down" else ("gate", "up")
+    paths = tuple((*path[:3], module, leaf) for module in modules)
     name += "_bias" if leaf == "bias" else ""
     shape = (*shapes[path][:-1], len(modules) * shapes[path][-1])
 

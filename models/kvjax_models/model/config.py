@@ -45,7 +45,7 @@ class LlamaConfig:
         norms: position of a block's norms: "pre" before it, "post" after it and before the residual connection,
             "sandwich" both.
         norm_offset: added to the stored scale of every norm.
-        embedding_scale: scale of embeddings; None: sqrt(width), rounded to the model's dtype.
+        embedding_scale: scale of embeddings, rounded to the model's dtype.
         residual_scale: scale of the output of every block.
         logit_divisor: divisor of next-token logits.
         experts: number of experts per layer; 0: a single MLP.
@@ -83,7 +83,7 @@ class LlamaConfig:
     activation: str = "silu"
     norms: str = "pre"
     norm_offset: float = 0.0
-    embedding_scale: float | None = 1.0
+    embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
     experts: int = 0

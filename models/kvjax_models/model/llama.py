@@ -319,7 +319,6 @@ class Llama(nnx.Module):
             The scaled embeddings, which are the residual stream before the first layer.
         """
         x, scale = self.embedding(tokens), self.config.embedding_scale
-        scale = self.config.width**0.5 if scale is None else scale
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     def rotation(

@@ -1,62 +1,32 @@
-"""`k_means` in jax.numpy: the definition that the kernels are tested against."""
+"""`k_means` in XLA, one block of points after the other."""
 
-from typing import NamedTuple
+import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.argmin import min_and_argmin
+from pallas_kernels.k_means.oracle import Inputs, LloydStep
 
 
-class Inputs(NamedTuple):
-    """The arguments of `k_means`.
-
-    Attributes:
-        points: The points of one head, float32.
-        centroids: float32.
-        is_valid: Which points are assigned.
-        num_centroids: The number of centroids that points are assigned to, int32.
-        summands: The vectors that are summed per cluster, float32; None means the points.
-    """
-
-    points: Float[Array, "N D"]
-    centroids: Float[Array, "C D"]
-    is_valid: Bool[Array, "N"]
-    num_centroids: Int[Array, ""]
-    summands: Float[Array, "N D"] | None
-
-    def check_dtypes(self) -> None:
-        """Checks that all vectors are float32.
-
-        Raises:
-            NotImplementedError: If they are not.
-        """
-        for name, array in self._asdict().items():
-            if name in ("points", "centroids", "summands") and array is not None and array.dtype != jnp.float32:
-                raise NotImplementedError(f"{name} are {array.dtype.name}; the kernels support float32")
-
-
-class LloydStep(NamedTuple):
-    """The result of one iteration.
+@dataclasses.dataclass(frozen=True)
+class XlaConfig:
+    """How to divide the work.
 
     Attributes:
-        labels: The cluster of each point, int32; C for invalid points.
-        sums: The sum of each cluster's points or summands, float32.
-        total_product: The sum over valid points of the inner product with their centroid, float32.
+        block_points: Points whose inner products are in memory at a time.
     """
 
-    labels: Int[Array, "N"]
-    sums: Float[Array, "C D"]
-    total_product: Float[Array, ""]
+    block_points: int = 2048
 
 
-def k_means(inputs: Inputs, *, block_size: int) -> LloydStep:
+def k_means(inputs: Inputs, *, config: XlaConfig) -> LloydStep:
     """Runs one iteration of Lloyd's algorithm, see `pallas_kernels.k_means.k_means`.
 
     Args:
         inputs: The arguments.
-        block_size: Points whose inner products are in memory at a time.
+        config: How to divide the work.
 
     Returns:
         Labels, sums per cluster, and the total inner product.
@@ -64,7 +34,7 @@ def k_means(inputs: Inputs, *, block_size: int) -> LloydStep:
     points, centroids, is_valid, num_centroids, summands = inputs
     clusters, head_dim = centroids.shape
     tokens = points.shape[0]
-    block_size = min(block_size, tokens)
+    block_size = min(config.block_points, tokens)
     padding = -tokens % block_size
 
     def split(x: Float[Array, "N D"]) -> Float[Array, "n b D"]:

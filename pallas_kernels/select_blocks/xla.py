@@ -1,68 +1,10 @@
-"""`select_blocks` in jax.numpy: by sorting or bisection on CPU, and by comparing pairs on accelerators."""
-
-import functools
-from typing import NamedTuple
+"""`select_blocks` in XLA: by sorting or bisection on CPU, and by comparing pairs on accelerators."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-MAX_COMPARED = 2048  # clusters that accelerators compare pairwise faster than they sort them
-
-
-class Limits(NamedTuple):
-    """The limits of a selection.
-
-    Attributes:
-        max_tokens: The budget.
-        max_blocks: K, the largest number of blocks.
-        block_size: Tokens per block.
-    """
-
-    max_tokens: int
-    max_blocks: int
-    block_size: int
-
-
-class SelectedBlocks(NamedTuple):
-    """The selected blocks of a store.
-
-    Attributes:
-        block_indices: The blocks, int32, in an order that depends on the implementation. Unused slots come last and
-            are 0.
-        block_lengths: The tokens that are selected of each block, its first ones, int32; 0 in unused slots.
-        selected_tokens: The tokens that are selected of each cluster, int32.
-    """
-
-    block_indices: Int[Array, "K"]
-    block_lengths: Int[Array, "K"]
-    selected_tokens: Int[Array, "C"]
-
-
-def select_blocks(
-    scores: Float[Array, "C"], sizes: Int[Array, "C"], first_blocks: Int[Array, "C"], *, limits: Limits
-) -> SelectedBlocks:
-    """Selects blocks by comparison on accelerators, for up to `MAX_COMPARED` clusters, and by bisection or sorting.
-
-    Args:
-        scores: One score per cluster.
-        sizes: The tokens of each cluster.
-        first_blocks: The index of each cluster's first block.
-        limits: The limits of the selection.
-
-    Returns:
-        The selected blocks.
-    """
-    clusters = scores.shape[0]
-    methods = {}
-    if 0 < clusters <= limits.max_blocks:  # a CPU finds fewer than all of the best clusters as fast without bisection
-        methods["cpu"] = functools.partial(select_by_bisection, limits=limits)
-    if 0 < clusters <= MAX_COMPARED:
-        methods["tpu"] = methods["cuda"] = functools.partial(select_by_comparing, limits=limits)
-    sort = functools.partial(select_by_sorting, limits=limits)
-    if not methods:
-        return sort(scores, sizes, first_blocks)
-    return jax.lax.platform_dependent(scores, sizes, first_blocks, default=sort, **methods)
+from pallas_kernels.select_blocks.oracle import Limits, SelectedBlocks
 
 
 def select_by_sorting(

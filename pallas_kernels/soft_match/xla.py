@@ -1,27 +1,11 @@
-"""`soft_match` in jax.numpy: the definition that the kernels are tested against."""
-
-from typing import NamedTuple
+"""`soft_match` in XLA."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.argmin import min_and_argmin
-
-# Keys of norm zero have cosine zero with every key.
-MIN_SQUARED_NORM = 1e-30
-
-
-class Partners(NamedTuple):
-    """The most similar B key of every A key; A = ceil(S / chunk_size) * chunk_size / 2.
-
-    Attributes:
-        cosine: The cosine of the pair, float32; -inf if the A key or all B keys of the chunk are missing.
-        partner: The partner's index among the chunk's B keys, int32; arbitrary if `cosine` is -inf.
-    """
-
-    cosine: Float[Array, "A"]
-    partner: Int[Array, "A"]
+from pallas_kernels.soft_match.oracle import MIN_SQUARED_NORM, Partners
 
 
 def soft_match(keys: Float[Array, "S D"], num_keys: Int[Array, ""], *, chunk_size: int) -> Partners:

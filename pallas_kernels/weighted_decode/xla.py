@@ -1,4 +1,4 @@
-"""`weighted_decode` in jax.numpy: the definition that all kernels are tested against, tuned for XLA:CPU."""
+"""`weighted_decode` in XLA, tuned for CPUs: few or many queries, one block of slots after the other."""
 
 import dataclasses
 import functools

@@ -1,43 +1,10 @@
-"""The self-balancing walk in jax.numpy: the definition that the kernels are tested against."""
-
-import dataclasses
-from typing import NamedTuple
+"""The self-balancing walk in XLA: a scan over the entries."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """t entries of one head with the kernel K_ij = exp(factor <k_i, k_j> - shift) (<v_i, v_j> + offset).
-
-    Attributes:
-        keys: k, float32.
-        values: v, float32. None replaces the second factor by 1.
-        factor: The scale of the inner products of keys, float32.
-        shift: Subtracted in the exponent, float32.
-        offset: Added to the inner products of values, float32.
-    """
-
-    keys: Float[Array, "t D"]
-    values: Float[Array, "t D_v"] | None
-    factor: Float[Array, ""]
-    shift: Float[Array, ""]
-    offset: Float[Array, ""]
-
-
-class Signs(NamedTuple):
-    """The result of `assign_signs`.
-
-    Attributes:
-        signs: +1 or -1, float32.
-        num_clipped: The decisions whose probability was clipped to [0, 1], int32.
-    """
-
-    signs: Float[Array, "t"]
-    num_clipped: Int[Array, ""]
+from pallas_kernels.balanced_walk.oracle import Block, Signs
 
 
 def kernel_matrix(block: Block) -> Float[Array, "t t"]:

@@ -1,0 +1,137 @@
+"""What kvjax knows of a model family: its keys in config.json, and its tensors in both formats.
+
+All families share one decoder. A family maps its files to that decoder: which keys of config.json set which fields of
+`LlamaConfig`, which modules of its layers have other names than Llama's, and how llama.cpp stores it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from kvjax_models.families.config_values import FULL_ATTENTION, SLIDING_ATTENTION, ConfigValues
+
+Path = tuple[str | int, ...]
+
+# Hugging Face's names of modules by their path in a layer of `Llama`. Projections that `Llama` fuses have several
+# names; a family that stores them fused has one. Experts are ("experts", "gate"), "up" and "down"; "{}" is replaced by
+# the number of the expert.
+MODULES: dict[Path, str | tuple[str, ...]] = {
+    ("attention_norm",): "input_layernorm",
+    ("attention", "qkv"): ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("attention", "output"): "self_attn.o_proj",
+    ("attention", "query_norm"): "self_attn.q_norm",
+    ("attention", "key_norm"): "self_attn.k_norm",
+    ("attention",): "self_attn",  # its sinks
+    ("mlp_norm",): "post_attention_layernorm",
+    ("mlp", "router"): "mlp.gate",
+    ("mlp", "gate_up"): ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp", "down"): "mlp.down_proj",
+}
+SANDWICH_NORMS: dict[Path, str | tuple[str, ...]] = {
+    ("after_attention_norm",): "post_attention_layernorm",
+    ("mlp_norm",): "pre_feedforward_layernorm",
+    ("after_mlp_norm",): "post_feedforward_layernorm",
+}
+ATTENTION_BIAS: dict[str, str | tuple[str, ...]] = {"attention_bias": ("qkv_bias", "output_bias")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gguf:
+    """How llama.cpp stores a family.
+
+    Attributes:
+        architecture: value of `general.architecture`.
+        marker: key of the metadata that distinguishes the family from another one with the same architecture.
+        interleaved_rope: whether the rows of query and key projections are permuted so that RoPE rotates the pairs
+            (2i, 2i + 1) of a head.
+        modules: ggml's names of modules that differ from `gguf_checkpoint.MODULES`, with their path in a layer.
+        values: values of config.json that llama.cpp implies.
+    """
+
+    architecture: str
+    marker: str | None = None
+    interleaved_rope: bool = False
+    modules: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def full_layers(values: ConfigValues) -> list[str]:
+    """Returns full attention for all layers."""
+    return [FULL_ATTENTION] * values.integer("num_hidden_layers")
+
+
+def sliding_layers(values: ConfigValues) -> list[str]:
+    """Returns sliding attention for all layers if `sliding_window` is a number."""
+    return layer_types([values.get("sliding_window") is not None] * values.integer("num_hidden_layers"))
+
+
+def every_nth_full(period: int | None) -> Callable[[ConfigValues], list[str]]:
+    """Returns a function that gives every n-th layer full attention and the others a sliding window.
+
+    Args:
+        period: n; None: no layer has full attention.
+    """
+
+    def types(values: ConfigValues) -> list[str]:
+        has_window, layers = values.get("sliding_window") is not None, values.integer("num_hidden_layers")
+        return layer_types(has_window and not (period and (layer + 1) % period == 0) for layer in range(layers))
+
+    return types
+
+
+def layer_types(slides: Iterable[bool]) -> list[str]:
+    """Returns the attention types of layers, given whether each has a sliding window."""
+    return [SLIDING_ATTENTION if layer_slides else FULL_ATTENTION for layer_slides in slides]
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One `model_type`.
+
+    Attributes:
+        model_type: its name in config.json.
+        architecture: the supported class in `architectures`.
+        defaults: values that transformers assumes for missing keys.
+        fields: fields of `LlamaConfig` that all models of the family share.
+        keys: keys of config.json and the fields they set, whose types determine those of the values.
+        more_fields: computes further fields, and refuses values that the decoder does not implement.
+        layer_types: computes the attention type of every layer from other keys than `layer_types`.
+        reads_layer_types: whether the key `layer_types` has precedence; transformers ignores it in the other families.
+        partial_rotary: whether only a part of each head may be rotated.
+        rope_types: other names of `rope_type`, and the names that they replace.
+        scaled_windows: whether a scaled rotary embedding applies to layers with a sliding window, too.
+        aliases: alternative keys and the keys they replace.
+        other_keys: further keys that are understood, or that change nothing.
+        quantization: supported `quant_method` of weights.
+        modules: names of modules that differ from `MODULES`.
+        interleaved_rope: whether RoPE rotates the pairs (2i, 2i + 1) of a head.
+        gguf: how llama.cpp stores the family; None if it does not.
+    """
+
+    model_type: str
+    architecture: str
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    keys: Mapping[str, str | tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    more_fields: Callable[[ConfigValues], Mapping[str, Any]] = lambda values: {}
+    layer_types: Callable[[ConfigValues], list[str]] = full_layers
+    reads_layer_types: bool = False
+    partial_rotary: bool = False
+    rope_types: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    scaled_windows: bool = True
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    other_keys: tuple[str, ...] = ()
+    quantization: str | None = None
+    modules: Mapping[Path, str | tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    interleaved_rope: bool = False
+    gguf: Gguf | None = None
+
+    def module_names(self, path: Path) -> tuple[str, ...]:
+        """Returns Hugging Face's names of the module at a path in a layer of `Llama`; () if the family has none."""
+        names = self.modules.get(path, MODULES.get(path, ()))
+        return (names,) if isinstance(names, str) else names
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether the metadata of a GGUF file determines the layers with a sliding window."""
+        return self.layer_types is not full_layers and "use_sliding_window" not in self.other_keys

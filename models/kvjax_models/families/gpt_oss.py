@@ -1,0 +1,67 @@
+"""gpt-oss."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax_models.families.config_values import ConfigValues
+from kvjax_models.families.family import Family, Gguf, every_nth_full
+
+
+def _no_more_fields(values: ConfigValues) -> Mapping[str, Any]:
+    """Returns no fields.
+
+    Raises:
+        ValueError: if a constant of the activation is not the published one.
+    """
+    for key, supported in {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}.items():
+        if values.get(key, supported) != supported:
+            raise ValueError(f"not supported: {key}={values[key]!r}; supported: {supported}")
+    return {}
+
+
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    defaults={
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "sliding_window": 128,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+    },
+    fields={
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "attention_sinks": True,
+        "activation": "clipped_swiglu",
+    },
+    keys={
+        "num_local_experts": "experts",
+        "num_experts_per_tok": "experts_per_token",
+        "intermediate_size": "expert_width",
+    },
+    more_fields=_no_more_fields,
+    layer_types=every_nth_full(2),
+    reads_layer_types=True,
+    aliases={"num_experts": "num_local_experts"},
+    other_keys=("attention_bias", "swiglu_alpha", "swiglu_limit"),
+    quantization="mxfp4",
+    modules={
+        ("mlp", "router"): "mlp.router",
+        # All experts in one tensor, in which the columns of gate and up alternate.
+        ("experts", "gate"): "mlp.experts.gate_up_proj",
+        ("experts", "up"): "mlp.experts.gate_up_proj",
+        ("experts", "down"): "mlp.experts.down_proj",
+    },
+    gguf=Gguf("gpt-oss", modules={"post_attention_norm": ("mlp_norm",)}),
+)
