@@ -218,7 +218,7 @@ class Document:
         capacity = min(compile_cache.length_bucket(needed)[-1], max(needed, self.max_new_tokens))
         generator = self.generator
         tails = self.cache.tails(generator.max_prompt_tokens, capacity, generator.context_tokens)
-        return Engine(self.cache.llm.tokenizer, tails.with_batch(rows), documents=1, **options)
+        return Engine(self.cache.llm.tokenizer, tails.with_batch(rows), documents=1, reader=generator, **options)
 
     def tail_state(self, generator: Generator, seed: int, sampling: Sampling) -> GenerationState:
         """Returns the state of one row before its first token after the text.

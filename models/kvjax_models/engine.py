@@ -146,7 +146,7 @@ class Engine:
             tokenizer: tokenizer of the model.
             generator: its batch size is the number of rows; with documents a multiple of their number.
             documents: see `num_documents`.
-            reader: sizes and policies of the documents' texts; None for those of a single document.
+            reader: sizes and policies of the documents' texts; required for documents.
             max_prefill_steps: maximum number of prefill steps (layers, or blocks of a question) between two blocks of
                 decoding. By default all free rows are filled first, which maximizes throughput.
             stream_interval: tokens after which a step returns within a block; by default a step is an entire block.

@@ -51,7 +51,7 @@ def kept_shares(generator: Generator, tokens: Sequence[int], seed: int = 0) -> F
     if generator.mesh is not None:
         raise ValueError("the kept tokens are found on a single device; load the model without a mesh")
     if generator.streaming:
-        raise ValueError("a streaming prefill never has all tokens of a layer; create the prefix without streaming")
+        raise ValueError("a streaming prefill never has all tokens of a layer; read the text without streaming")
     layers, _, lengths = generator.prefilled_layers([tokens])
     specs = tuple(replace(spec, dtype=jnp.float32, kv_dtype=None) for spec in generator.specs)
     caches = init_layers(generator.policies, specs, None, check_seed(seed))

@@ -129,11 +129,12 @@ def render_question(
     Raises:
         ValueError: if the first message is not the user's, or the template renders the conversation differently
             before different questions.
+        TypeError: if the content of a message that the question continues, or of its first one, is not a text.
     """
     turns: list[Message] = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
     if turns[0]["role"] != "user":
         raise ValueError(f"the first message of a question has role={turns[0]['role']!r}; it must be the user's")
-    text = turns[0]["content"]
+    text = _text(turns[0])
     if messages and messages[-1]["role"] == "user":
         text = separator + text
     context = render_context(tokenizer, messages, options)
@@ -149,5 +150,15 @@ def render_question(
 def _with_question(messages: Sequence[Message], text: str) -> list[Message]:
     """Returns a conversation with a text of the user at its end, which continues a last message of the user."""
     if messages and messages[-1]["role"] == "user":
-        return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + text}]
+        return [*messages[:-1], {**messages[-1], "content": _text(messages[-1]) + text}]
     return [*messages, {"role": "user", "content": text}]
+
+
+def _text(message: Message) -> str:
+    """Returns the content of a message, which must be a text where a question begins."""
+    content = message["content"]
+    if not isinstance(content, str):
+        raise TypeError(
+            f"the content of a message at which a question begins must be a text, got {type(content).__name__}"
+        )
+    return content

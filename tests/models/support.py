@@ -57,6 +57,22 @@ def compile_counts(functions, expected):
     assert counts == expected, (counts, expected)
 
 
+@contextlib.contextmanager
+def count_compilations():
+    """Gives a function that returns the number of programs that the body has compiled so far."""
+    events = []
+
+    def record(event, *_, **__):
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(record)
+    try:
+        yield lambda: len(events)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(record)
+
+
 def start_python(code, *arguments, **options):
     """Starts a process that runs `code` with the imports of this checkout."""
     paths = os.pathsep.join([str(ROOT), str(ROOT / "models"), os.environ.get("PYTHONPATH", "")])

@@ -12,11 +12,11 @@ from flax import nnx
 
 import kvjax
 from experiments.common.compiled import large_outputs
-from experiments.common.prefill import prefill_together
 from kvjax.policy import Prompt
 from kvjax_models.generation import decode, lowering, prefill, repetition
 from kvjax_models.generation.decode import NO_TOKEN, decode_program
 from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.prefill_together import prefill_together
 from kvjax_models.generation.rows import extend_rows
 from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.state import compact_layer
@@ -216,10 +216,14 @@ def test_each_row_finishes_at_its_end_of_text_token(min_layers, monkeypatch):
 
 @every_policy
 def test_sampled_rows_do_not_depend_on_the_batch(name):
-    generator = make_generator(POLICIES[name], sampling=Sampling(temperature=0.9, top_k=20))
+    generator = named_generator(name)
     alone = generator.with_batch(1)
-    rows, _ = generator.decode_all(start(generator, seed=4), 34)
-    row, _ = alone.decode_all(alone.prefill(take_row(generator.init_state(seed=4), 1), PROMPTS[1:2]), 34)
+
+    def init():
+        return generator.init_state(4, Sampling(temperature=0.9, top_k=20))
+
+    rows, _ = generator.decode_all(generator.prefill(init(), PROMPTS), 34)
+    row, _ = alone.decode_all(alone.prefill(take_row(init(), 1), PROMPTS[1:2]), 34)
     assert row[0] == rows[1]
 
 
@@ -240,7 +244,7 @@ def test_one_prefill_for_several_policies():
     repeating = [policy(40, compact_every=PERIOD) for policy in (kvjax.KVzip, kvjax.KVgrad)]
     generators = [named_generator(name) for name in ("exact", "uniform")]
     generators += [make_generator(policy) for policy in repeating]
-    states = prefill_together(generators, [generator.init_state() for generator in generators], PROMPTS)
+    *_, states = prefill_together(generators, [generator.init_state() for generator in generators], PROMPTS)
     for generator, state in zip(generators, states, strict=True):
         assert_equal_states(state, start(generator))
     for other, message in (
@@ -248,7 +252,7 @@ def test_one_prefill_for_several_policies():
         (streaming("exact"), "got a streaming generator"),
     ):
         with pytest.raises(ValueError, match=message):
-            prefill_together([generators[0], other], [generators[0].init_state(), other.init_state()], PROMPTS)
+            next(prefill_together([generators[0], other], [generators[0].init_state(), other.init_state()], PROMPTS))
 
 
 @pytest.mark.parametrize(
@@ -279,7 +283,7 @@ def test_more_tokens_than_the_capacity_are_refused():
         ({"policy": [EXACT] * 2}, "one for each of 3 layers, got 2"),
         ({"prefill_chunk": 0}, "prefill_chunk=0"),
         ({"batch": 0}, "batch=0"),
-        ({"max_new_tokens": 0}, r"max_new\w*=0"),
+        ({"max_new_tokens": -1}, r"max_new\w*=-1"),
         ({"policy": kvjax.SnapKV(40), "streaming": True}, r"SnapKV\(.* compresses entire prompts"),
     ],
 )

@@ -11,12 +11,11 @@ import pytest
 from flax import nnx
 
 import kvjax
-from experiments.common import caches
-from experiments.common.prefill import prefill_together
 from kvjax_models import profile
 from kvjax_models.adapters import layers as adapter_layers
 from kvjax_models.generation import lowering, prefill
 from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.prefill_together import prefill_together
 from kvjax_models.model.llama import Llama
 from tests.models import tiny
 from tests.models.support import compile_counts, key_data, small_config
@@ -142,12 +141,12 @@ def test_generators_without_a_scorer_are_refused():
 def test_one_prefill_for_several_policies():
     policies = POLICY, kvjax.Exact(8), kvjax.KVzip(24, compact_every=8), kvjax.KVzip(24, compact_every=8, sinks=2)
     generators = [make_generator(policy) for policy in policies]
-    states = prefill_together(generators, [generator.init_state() for generator in generators], PROMPTS)
+    *_, states = prefill_together(generators, [generator.init_state() for generator in generators], PROMPTS)
     for generator, state in zip(generators, states, strict=True):
         assert_equal_states(state, start(generator))
     other = make_generator(scorer=2 * scorer())
     with pytest.raises(ValueError, match="generators that read one prompt need the same scorer"):
-        prefill_together([generators[0], other], [generators[0].init_state(), other.init_state()], PROMPTS)
+        next(prefill_together([generators[0], other], [generators[0].init_state(), other.init_state()], PROMPTS))
 
 
 def test_programs_are_lowered_as_they_run():
@@ -163,10 +162,10 @@ def test_generators_have_a_scorer_if_their_policy_requires_it(monkeypatch):
     llm, sizes = tiny.make_llm(), {"max_prompt_tokens": 512, "max_new_tokens": 8}
     requiring = (POLICY, kvjax.KVzap, functools.partial(kvjax.KVzap, sinks=2), "kvzap:heads=auto")
     budgets = (None, 64, 64, 64)
-    generators = [llm.generator(*choice, **sizes) for choice in zip(requiring, budgets, strict=True)]
+    generators = [llm.cache(*choice).generator(**sizes) for choice in zip(requiring, budgets, strict=True)]
     assert all(generator.scorer is not None for generator in generators)
     others = (kvjax.KVzip, functools.partial(kvjax.SnapKV, sinks=2), "chelsea:heads=auto")
-    assert all(llm.generator(policy, 160, **sizes).scorer is None for policy in others)
+    assert all(llm.cache(policy, 160).generator(**sizes).scorer is None for policy in others)
 
 
 def test_a_profile_without_a_scorer_is_measured_again(monkeypatch):
@@ -176,22 +175,21 @@ def test_a_profile_without_a_scorer_is_measured_again(monkeypatch):
     quick = llm.profile()
     assert quick.scorer is None
     sizes = {"max_prompt_tokens": 64, "max_new_tokens": 8}
-    generator = llm.generator("kvzap:heads=auto", 32, **sizes)
+    generator = llm.cache("kvzap:heads=auto", 32).generator(**sizes)
     found = llm.profile()
     np.testing.assert_allclose(generator.scorer, found.scorer, rtol=1e-2, atol=1e-3)  # files have float16
     np.testing.assert_array_equal(found.head_needs, quick.head_needs)
     monkeypatch.setattr(profile, "measure", None)
     assert llm.generate("Some text of a few more words.", "kvzap", 32, max_new_tokens=8) is not None
-    setting = caches.Setting("kvzap:heads=auto", "32", "int8")
-    of_experiments = caches.make_generator(llm, setting, batch=1, **sizes, budget_tokens=64)
-    np.testing.assert_array_equal(of_experiments.scorer, found.scorer)
+    document = llm.cache("kvzap:heads=auto", 32, kv_dtype="int8").read("Some text of a few more words.")
+    np.testing.assert_array_equal(document.generator.scorer, found.scorer)
     # The scorer of a profile that is passed takes precedence.
     other = dataclasses.replace(found, scorer=2 * found.scorer)
-    np.testing.assert_array_equal(llm.generator("kvzap", 64, heads=other, **sizes).scorer, other.scorer)
+    np.testing.assert_array_equal(llm.cache("kvzap", 64, heads=other).generator(**sizes).scorer, other.scorer)
 
 
 def test_a_model_that_cannot_be_measured_is_refused(monkeypatch):
     llm = tiny.make_llm()
     monkeypatch.setattr(profile, "mesh_of", lambda _: object())
     with pytest.raises(ValueError, match="run `kvjax calibrate`"):
-        llm.generator("kvzap", 64, max_prompt_tokens=64, max_new_tokens=8)
+        llm.cache("kvzap", 64).generator(max_prompt_tokens=64, max_new_tokens=8)

@@ -90,7 +90,7 @@ def test_bytes_and_generation(llms):
 
 
 def test_saves_name_the_dtype_of_weights(llms, tmp_path):
-    generators = [llm.generator("exact", max_prompt_tokens=16, max_new_tokens=8) for llm in llms]
+    generators = [llm.cache().generator(max_prompt_tokens=16, max_new_tokens=8) for llm in llms]
     state = generators[1].prefill(generators[1].init_state(), [[1, 2, 3]])
     saves = SavedStates(tmp_path / "run")
     saves.save(0, generators[1], state, {}, {})

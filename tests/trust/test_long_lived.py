@@ -1,6 +1,5 @@
 """Processes that run for a long time compile few programs, and none of them twice."""
 
-import collections
 import functools
 import gc
 
@@ -15,7 +14,7 @@ from kvjax_models import compile_cache
 from kvjax_models.generation.decode import decode_program
 from kvjax_models.generation.generator import Generator, generate
 from kvjax_models.model.llama import Llama
-from tests.models.support import small_config
+from tests.models.support import count_compilations, small_config
 
 WINDOW = {"sinks": 2, "recent": 4, "compact_every": 8}
 EXACT = kvjax.Exact(compact_every=8)
@@ -30,14 +29,8 @@ def make_model(max_length=512):
 @pytest.fixture
 def num_compiled():
     """A function that returns the number of programs compiled since the test started."""
-    counts = collections.Counter()
-
-    def count(event, *_, **__):
-        counts[event] += 1
-
-    jax.monitoring.register_event_duration_secs_listener(count)
-    yield lambda: counts["/jax/core/compile/backend_compile_duration"]
-    jax.monitoring.unregister_event_duration_listener(count)
+    with count_compilations() as count:
+        yield count
 
 
 # --- Caches ---
@@ -133,7 +126,8 @@ def test_programs_are_freed_near_the_limit_of_memory_maps(monkeypatch):
     assert decode_program._cache_size() > 0
     num_maps = compile_cache.num_memory_maps()
     monkeypatch.setattr(compile_cache, "max_memory_maps", lambda: num_maps)
-    Generator(make_model(), EXACT, batch=1, max_prompt_tokens=8, max_new_tokens=8)
+    generator = Generator(make_model(), EXACT, batch=1, max_prompt_tokens=8, max_new_tokens=8)
+    next(generator.prefill_steps(generator.init_state(), [[1, 2, 3]]))
     gc.collect()
     assert decode_program._cache_size() == 0 and compile_cache.num_memory_maps() < num_maps
     assert len(generate(make_model(), EXACT, [[1, 2, 3]], max_new_tokens=2)[0][0]) == 2

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax_models.generation.generator import Generator, generate
-from kvjax_models.generation.sampling import Sampling, sample
+from kvjax_models.generation.sampling import Sampling, row_sampling, sample
 from kvjax_models.model.llama import Llama
 from tests.kvjax.support import BATCH, HEAD_DIM, LENGTHS, POLICIES, each, make_spec
 from tests.kvjax.support import ON_A_MESH as ANY_VALUES
@@ -322,18 +322,19 @@ def test_seeds_of_32_bits_differ():
 @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}])
 def test_low_temperatures_sample_the_most_likely_token(temperature, options):
     logits = 50 * jax.random.normal(jax.random.key(0), (64, 40))
-    tokens = sample(logits, jax.random.split(jax.random.key(1), 64), Sampling(temperature=temperature, **options))
-    np.testing.assert_array_equal(tokens, jnp.argmax(logits, axis=-1))
+    sampling = row_sampling([Sampling(temperature=temperature, **options)] * 64, 40)
+    sampled = sample(logits, jax.random.split(jax.random.key(1), 64), sampling)
+    np.testing.assert_array_equal(sampled.token, jnp.argmax(logits, axis=-1))
 
 
 # --- Forks ---
 
-SAMPLING = {"sampling": Sampling(temperature=1.0)}
+SAMPLING = Sampling(temperature=1.0)
 
 
 def test_forks_sample_independently_and_the_first_continues_its_row():
-    generator, fork_generator = make_generator(**SAMPLING), make_generator(batch=4, **SAMPLING)
-    state = generator.prefill(generator.init_state(3), [[1, 2, 3]])
+    generator, fork_generator = make_generator(), make_generator(batch=4)
+    state = generator.prefill(generator.init_state(3, SAMPLING), [[1, 2, 3]])
     forks = kvjax.repeat_rows(state, 4)
     keys = np.asarray(jax.random.key_data(kvjax.repeat_rows(kvjax.repeat_rows(forks, 2), 2).sampling_keys))
     assert len(set(map(bytes, keys))) == 16
@@ -354,8 +355,8 @@ def test_forks_never_use_later_keys_of_their_row():
 
 
 def test_reseed_reseeds_forks():
-    generator, fork_generator = make_generator(**SAMPLING), make_generator(batch=3, **SAMPLING)
-    state, rows = generator.prefill(generator.init_state(3), [[1, 2, 3]]), []
+    generator, fork_generator = make_generator(), make_generator(batch=3)
+    state, rows = generator.prefill(generator.init_state(3, SAMPLING), [[1, 2, 3]]), []
     for seed in (0, 1):
         forks = fork_generator.reseed(kvjax.repeat_rows(state, 3), seed)
         expected = fork_generator.init_state(seed).sampling_keys

@@ -72,7 +72,7 @@ def lower_prefill(generator: Generator, tokens: int) -> tuple[jax.stages.Lowered
     batch, config, mesh = generator.batch, generator.config, generator.mesh
     number, layer = config.layers - 1, generator.model.layers[-1]
     num_queries = generator.policies[number].requires.num_prompt_queries(tokens)
-    rotary = config.rotary(number, generator.specs[number].capacity)
+    rotary = config.rotary(number, generator.context_tokens)
     dtype = generator.model.embedding.param_dtype
     abstract = functools.partial(_abstract_array, mesh=mesh)
     lengths = abstract((batch,), jnp.int32, ROWS)

@@ -253,7 +253,8 @@ def _keep_most_likely(scaled: Float[Array, "B V"], sampling: RowSampling) -> Flo
     top_k = jnp.where(sampling.top_k > 0, sampling.top_k, scaled.shape[1])[:, None]
     probability = jax.nn.softmax(jnp.where(rank < top_k, ordered, -jnp.inf), axis=-1)
     # The nucleus includes the token that crosses p (Holtzman et al. 2020, section 3.1).
-    kept = (rank < top_k) & (jnp.cumsum(probability, axis=-1) - probability < sampling.top_p[:, None])
+    top_p = jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf)[:, None]  # rounded sums may exceed 1
+    kept = (rank < top_k) & (jnp.cumsum(probability, axis=-1) - probability < top_p)
     kept &= ordered >= jnp.log(sampling.min_p)[:, None]
     count = jnp.maximum(jnp.sum(kept, axis=-1, keepdims=True), 1)
     smallest = jnp.take_along_axis(ordered, count - 1, axis=-1)

@@ -1,0 +1,398 @@
+"""Continuous batching: every request gets the tokens of a single row, whatever other requests do."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from kvjax_models import LanguageModel, engine, usage
+from kvjax_models.generation import prefill
+from kvjax_models.generation.answer_text import AnswerText, check_stop
+from kvjax_models.generation.decode import decode_program
+from kvjax_models.generation.sampling import Sampling
+from tests.kvjax.support import ON_A_MESH, each
+from tests.models import tiny
+from tests.models.support import compile_counts, count_compilations
+
+PERIOD = 8  # tokens of a block
+EXACT = kvjax.Exact(compact_every=PERIOD)
+# More requests than rows, with one to three chunks, which finish at various positions of a block.
+LENGTHS, NEW = (70, 33, 1, 20, 5), (5, 20, 16, 1, 11)
+SAMPLING = (
+    Sampling(),
+    Sampling(1.0, logprobs=2),
+    Sampling(0.8, 20, 0.9, 0.01),
+    Sampling(1.0, repetition_penalty=1.3),
+    Sampling(presence_penalty=0.5, frequency_penalty=0.5),
+)
+SHARED = ("exact", "clustergen", "streaming_llm", "subgen_mean", "balancekv", "clusterkv", "leverage_scores")
+POLICIES = {name: ON_A_MESH[name] for name in SHARED} | {
+    "host_memory": kvjax.HostMemory(ON_A_MESH["clusterkv"]),
+    "kvzip": kvjax.KVzip(40, recent=8, compact_every=PERIOD),
+    "first_layers": kvjax.FirstLayers(1, kvjax.Uniform(40, recent=16, compact_every=PERIOD), EXACT),
+}
+
+
+def sharpen(llm):
+    """Returns a model with larger parameters, so that logits differ and a wrong cache changes tokens."""
+    graph, parameters = nnx.split(llm.model)
+    return LanguageModel(nnx.merge(graph, jax.tree.map(lambda x: 3 * x if x.ndim == 2 else x, parameters)), llm.tokenizer)
+
+
+@functools.cache
+def llm():
+    return sharpen(tiny.make_llm(tiny.TEMPLATE))
+
+
+def make_engine(policy=EXACT, language_model=None, **options):
+    sizes = {"rows": 3, "max_prompt_tokens": 70, "max_new_tokens": 24}
+    return (language_model or llm()).cache(policy).engine(**sizes | options)
+
+
+@functools.cache
+def prompts():
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, 96, length).tolist() for length in LENGTHS]
+
+
+def add_all(some_engine, **options):
+    for seed, (prompt, new, sampling) in enumerate(zip(prompts(), NEW, SAMPLING, strict=True)):
+        some_engine.add(prompt, sampling=sampling, max_new_tokens=new, seed=seed, **options)
+
+
+def collect(some_engine):
+    """Returns tokens, texts and finish reasons by request."""
+    rows, texts, reasons = {}, {}, {}
+    for output in some_engine.run():
+        assert output.number not in reasons
+        rows.setdefault(output.number, []).extend(output.tokens)
+        texts[output.number] = texts.get(output.number, "") + output.text
+        if output.finish_reason is not None:
+            reasons[output.number] = output.finish_reason
+    assert not some_engine.has_unfinished and some_engine.num_free_rows == some_engine.generator.batch
+    return rows, texts, reasons
+
+
+def tokens_alone(generator, number):
+    alone = generator.with_batch(1)
+    state = alone.prefill(alone.init_state(number, SAMPLING[number]), [prompts()[number]])
+    return alone.decode_all(state, NEW[number])[0][0]
+
+
+@pytest.mark.parametrize("name", each(POLICIES, quick=("clustergen",)))
+def test_tokens_equal_those_of_each_request_alone(name):
+    """With other sampling, seeds and lengths in every row."""
+    some_engine = make_engine(POLICIES[name], max_prefill_steps=2)
+    add_all(some_engine)
+    rows, texts, reasons = collect(some_engine)
+    for number, new in enumerate(NEW):
+        assert rows[number] == tokens_alone(some_engine.generator, number) and len(rows[number]) == new
+        assert texts[number] == llm().tokenizer.decode_continuation(rows[number], prompts()[number])
+    assert reasons == dict.fromkeys(range(5), "length")
+
+
+def test_tokens_do_not_depend_on_rows_or_prefill_steps():
+    results = []
+    for rows, steps in ((3, None), (8, 1), (1, 2)):
+        some_engine = make_engine(rows=rows, max_prefill_steps=steps)
+        add_all(some_engine)
+        results.append(collect(some_engine))
+    assert results[0] == results[1] == results[2]
+
+
+def test_requests_that_differ_compile_nothing():
+    """Sampling, stop strings, seeds and lengths of one bucket are values; rows of all parameters are in one program."""
+    some_engine = make_engine(max_prompt_tokens=32)
+    for length in (20, 32):  # the rest of a bucket has the same shape
+        some_engine.add(prompts()[0][:length], max_new_tokens=9)
+    collect(some_engine)
+    with count_compilations() as num_compiled:
+        for number, sampling in enumerate(SAMPLING * 2):
+            stop = ("x", "ab")[number % 2 :]
+            length, new = 17 + number, 1 + 2 * number
+            some_engine.add(prompts()[0][:length], sampling=sampling, stop=stop, max_new_tokens=new, seed=number)
+        collect(some_engine)
+        collect_another = make_engine(max_prompt_tokens=30)  # an equal engine
+        collect_another.add(prompts()[0][:25], sampling=Sampling(1.7, 3))
+        collect(collect_another)
+    assert num_compiled() == 0
+
+
+def test_prompts_of_all_lengths_share_programs():
+    jax.clear_caches()
+    some_engine = make_engine(rows=2, max_prompt_tokens=80, max_new_tokens=16)
+    functions = [decode_program, prefill.prefill_layer, prefill.prefill_cache, engine._insert_row]
+    # Prompts are padded to 5 lengths from 16 to 80; equal layers share programs.
+    with compile_counts(functions, [1, 5, 5, 1]):
+        for length in range(1, 81, 5):
+            some_engine.add([1] * length, max_new_tokens=2)
+        collect(some_engine)
+
+
+def test_prefill_steps_alternate_with_blocks():
+    # The second request needs two layers and an insertion: three blocks of the first one come before its first block.
+    for steps, expected in ((1, [0] * 3 + [0, 1] + [1] * 3), (None, [0, 1] * 4)):
+        some_engine = make_engine(rows=2, max_new_tokens=32, max_prefill_steps=steps)
+        for token in (1, 2):
+            some_engine.add([token] * 40, max_new_tokens=32)
+        assert [output.number for output in some_engine.run()] == expected
+
+
+def test_requests_may_be_added_while_others_run():
+    some_engine = make_engine(rows=2)
+    first = some_engine.add(prompts()[1], max_new_tokens=20, seed=1, sampling=SAMPLING[1])
+    tokens = [token for output in some_engine.step() for token in output.tokens]
+    assert (some_engine.num_free_rows, some_engine.num_waiting) == (1, 0)
+    others = [some_engine.add(prompts()[2], max_new_tokens=16, seed=2, sampling=SAMPLING[2]) for _ in range(3)]
+    assert some_engine.num_waiting == 3
+    rows, _, reasons = collect(some_engine)
+    assert tokens + rows[first] == tokens_alone(some_engine.generator, 1)
+    assert all(rows[other] == tokens_alone(some_engine.generator, 2) for other in others) and len(reasons) == 4
+
+
+@pytest.mark.parametrize("interval", [1, 3, 8, 50])
+def test_a_stream_interval_changes_no_tokens(interval):
+    expected = make_engine()
+    add_all(expected)
+    some_engine, sizes = make_engine(stream_interval=interval), []
+    add_all(some_engine)
+    outputs = list(some_engine.run())
+    rows = {}
+    for output in outputs:
+        rows.setdefault(output.number, []).extend(output.tokens)
+        sizes.append(len(output.tokens))
+    assert rows == collect(expected)[0] and max(sizes) == min(interval, PERIOD)
+
+
+# --- the end of a request ---
+
+
+def full_text(number=1):
+    some_engine = make_engine(rows=1)
+    some_engine.add(prompts()[number], max_new_tokens=24)
+    rows, texts, _ = collect(some_engine)
+    return rows[0], texts[0]
+
+
+def test_end_of_text_tokens_finish_requests():
+    tokens, _ = full_text()
+    eos = tokens[10]
+    language_model = LanguageModel(llm().model, kvjax_replace(llm().tokenizer, eos_ids=(eos,)))
+    some_engine = make_engine(language_model=language_model)
+    for number in range(3):
+        some_engine.add(prompts()[1], max_new_tokens=(24, 24, tokens.index(eos))[number])
+    rows, _, reasons = collect(some_engine)
+    assert rows[0] == rows[1] == tokens[: tokens.index(eos) + 1] and reasons == {0: "stop", 1: "stop", 2: "length"}
+
+
+def test_a_stop_string_may_span_blocks():
+    """Texts end before it, whatever was returned already; tokens end with it."""
+    tokens, text = full_text()
+    assert len(text) == len(tokens) == 24  # a character per token
+    for start, end in ((PERIOD - 2, PERIOD + 2), (PERIOD - 1, PERIOD), (2, 2 * PERIOD + 1)):
+        stop = text[start:end]
+        position = text.find(stop)
+        for interval in (None, 1):
+            some_engine = make_engine(stream_interval=interval)
+            some_engine.add(prompts()[1], stop=["absent", stop])
+            other = some_engine.add(prompts()[1], stop="absent")
+            rows, texts, reasons = collect(some_engine)
+            assert texts[0] == text[:position] and reasons[0] == "stop"
+            assert rows[0] == tokens[: position + len(stop)]
+            assert rows[other] == tokens and texts[other] == text
+
+
+@pytest.mark.parametrize(
+    ("stop", "length"),
+    [
+        (["END", "\n\n"], 3),
+        ([tiny.BOS], 8),
+        ([f"two{tiny.BOS}", "END"], 5),
+        ([f"{tiny.BOS} END", f"x{tiny.BOS}"], 8),
+        (["two END"], None),  # the special token is between the words
+        (["begin_of_text", "\n\n\n"], 8),
+        ([f"{tiny.BOS[:9]}"], 8),
+    ],
+)
+def test_stop_strings_may_contain_special_tokens(stop, length):
+    tokens = llm().tokenizer.encode_continuation(f"one\n\ntwo{tiny.BOS} END", context=())
+    answer, text = AnswerText(llm().tokenizer, [], stop), "one\n\ntwo END"
+    parts = []
+    for token in tokens:
+        answer.push([token])
+        parts.append(answer.take(is_finished=False))
+        assert "".join(parts) == text[: len("".join(parts))]
+    answer.finish()
+    assert "".join([*parts, answer.take(is_finished=True)]) == answer.text == text[:length]
+    assert answer.is_stopped == (length is not None)
+    # All tokens at once
+    at_once = AnswerText(llm().tokenizer, [], stop)
+    at_once.push(tokens)
+    assert (at_once.text, at_once.tokens) == (answer.text, answer.tokens)
+
+
+def test_possible_starts_of_stop_strings_are_withheld():
+    answer = AnswerText(llm().tokenizer, [], ["\n\n", "END"])
+    withheld = []
+    for token in llm().tokenizer.encode_continuation("a long line", context=()):
+        answer.push([token])
+        answer.take(is_finished=False)
+        withheld.append(len(answer.text) - answer._num_taken)
+    assert withheld == [1, *[2] * 10]  # less than the longest one
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""]])
+def test_empty_stop_strings_are_refused(stop):
+    with pytest.raises(ValueError, match="stop must not contain an empty string"):
+        check_stop(stop)
+
+
+# --- failures and aborts ---
+
+
+def test_a_failing_request_does_not_stop_the_others():
+    some_engine = make_engine()
+    add_all(some_engine)
+    expected = collect(some_engine)
+    some_engine = make_engine()
+    for prompt, options, message in (
+        ([], {}, "the prompt is empty"),
+        ([1] * 71, {}, r"71 tokens exceed max_prompt_tokens=\d+"),
+        ([1] * 60, {"max_new_tokens": 60}, "60 tokens of the prompt and max_new_tokens=60 exceed"),
+        ([1], {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ([1], {"seed": -1}, "seed=-1 must be"),
+        ([1], {"stop": ""}, "stop must not contain an empty string"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            some_engine.add(prompt if len(prompt) != 71 else [1] * 81, **options) if False else some_engine.add(
+                prompt, **options
+            )
+    add_all(some_engine)
+    assert collect(some_engine) == expected
+
+
+def test_an_invalid_token_is_an_error_of_its_request():
+    some_engine = make_engine()
+    some_engine.add([98])
+    add_all(some_engine)
+    outputs = list(some_engine.run())
+    [failed] = [output for output in outputs if output.error is not None]
+    assert failed.number == 0 and failed.finish_reason == "error"
+    assert "token ids must be between 0 and 97, got 98 to 98" in failed.error
+    rows = {}
+    for output in outputs:
+        rows.setdefault(output.number, []).extend(output.tokens)
+    assert all(rows[number + 1] == tokens_alone(some_engine.generator, number) for number in range(5))
+
+
+def broken_model(token):
+    """Returns the model with an embedding of NaN for one token."""
+    graph, parameters = nnx.split(llm().model)
+    model = nnx.merge(graph, jax.tree.map(jnp.copy, parameters))
+    model.embedding.embedding[...] = model.embedding.embedding[...].at[token].set(jnp.nan)
+    return LanguageModel(model, llm().tokenizer)
+
+
+def test_a_row_of_nan_is_an_error_of_its_request():
+    """In the prompt, and in the middle of an answer; the freed rows are used again."""
+    tokens, _ = full_text(number=1)
+    others = [number for number in (0, 2) if not {*tokens} & {*full_text(number)[0], *prompts()[number]}]
+    bad = next(token for token in tokens[9:] if token not in prompts()[1])
+    language_model = broken_model(bad)
+    some_engine = make_engine(language_model=language_model, rows=2)
+    in_answer = some_engine.add(prompts()[1], max_new_tokens=24)
+    in_prompt = some_engine.add([1, bad, 2], max_new_tokens=24)
+    good = [1, 2, 3]
+    numbers = [some_engine.add(good, max_new_tokens=8, seed=seed) for seed in range(3)]
+    finished = {output.number: output for output in some_engine.run() if output.finish_reason is not None}
+    for number in (in_answer, in_prompt):
+        assert finished[number].finish_reason == "error"
+        assert "logits that are NaN or infinite" in finished[number].error
+    expected = make_engine()
+    expected.add(good, max_new_tokens=8)
+    assert bad not in collect(expected)[0][0]
+    assert [finished[number].finish_reason for number in numbers] == ["length"] * 3
+    assert others is not None
+
+
+def test_requests_are_aborted_while_they_wait_prefill_and_run():
+    some_engine = make_engine(rows=2, max_prefill_steps=1)
+    add_all(some_engine)
+    collected = {number: [] for number in range(5)}
+    reasons = {}
+
+    def step():
+        for output in some_engine.step():
+            collected[output.number] += output.tokens
+            if output.finish_reason is not None:
+                reasons[output.number] = output.finish_reason
+
+    step()  # a layer of request 0
+    assert some_engine._prefill is not None and some_engine.num_waiting == 4
+    some_engine.abort(0)  # prefills
+    some_engine.abort(3)  # waits
+    while not collected[1]:
+        step()
+    some_engine.abort(1)  # runs
+    some_engine.abort(1)
+    some_engine.abort(99)
+    while some_engine.has_unfinished:
+        step()
+    assert reasons == {0: "abort", 1: "abort", 2: "length", 3: "abort", 4: "length"}
+    assert collected[0] == collected[3] == [] and some_engine.num_free_rows == 2
+    assert collected[1] == tokens_alone(some_engine.generator, 1)[: len(collected[1])]
+    for number in (2, 4):
+        assert collected[number] == tokens_alone(some_engine.generator, number)
+
+
+def test_a_failed_request_of_a_collector_is_an_error():
+    with pytest.raises(ValueError, match="prompt 7: too bad"):
+        usage.Collector().add(engine.Output(7, "", [], "error", error="too bad"))
+
+
+# --- log-probabilities ---
+
+
+def test_log_probabilities_come_with_their_tokens():
+    some_engine = make_engine(rows=2)
+    some_engine.add(prompts()[1], sampling=Sampling(1.0, logprobs=3), max_new_tokens=11, seed=4)
+    some_engine.add(prompts()[1], sampling=Sampling(1.0), max_new_tokens=11, seed=4)
+    outputs = list(some_engine.run())
+    items = [item for output in outputs if output.number == 0 for item in output.logprobs]
+    tokens = [token for output in outputs if output.number == 1 for token in output.tokens]
+    assert [item.token for item in items] == tokens and all(output.logprobs is None for output in outputs if output.number)
+    logits = llm().model(jnp.asarray([prompts()[1] + tokens]))[0, len(prompts()[1]) - 1 : -1]
+    expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+    for item, row in zip(items, expected, strict=True):
+        assert item.logprob == pytest.approx(row[item.token], abs=1e-3)
+        assert [token for token, _ in item.top] == np.argsort(-row)[:3].tolist()
+
+
+# --- sizes ---
+
+
+def test_rows_from_bytes():
+    cache = llm().cache(kvjax.StreamingLLM(40, compact_every=PERIOD))
+    sizes = {"max_prompt_tokens": 70, "max_new_tokens": 24}
+    generator = cache.engine(rows=1, **sizes).generator
+    cache_bytes = kvjax.cache_bytes(generator.with_batch(4).init_state().layers).device
+    assert cache_bytes <= 4 * generator.row_bytes < 1.01 * cache_bytes  # rows share a counter
+    for rows, expected in ((f"{4 * generator.row_bytes}B", 4), (f"{5 * generator.row_bytes - 1}B", 4), (5, 5), ("5", 5)):
+        assert cache.engine(rows=rows, **sizes).generator.batch == expected
+    for rows, message in (
+        (f"{generator.row_bytes - 1}B", "are less than the .* of one row's caches"),
+        ("10%", "batch_size='10%'"),
+        (0, "batch_size=0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cache.engine(rows=rows, **sizes)
+
+
+@pytest.mark.parametrize("name", ["max_prefill_steps", "stream_interval"])
+def test_invalid_steps_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
+        make_engine(**{name: 0})
