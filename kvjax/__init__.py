@@ -73,4 +73,4 @@ from kvjax.state import raise_faults as raise_faults
 from kvjax.state import repeat_rows as repeat_rows
 from kvjax.state import take_rows as take_rows
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 import kvjax
 from kvjax.cache import with_counters
+from kvjax.messages import shorten
 from kvjax.policy import Policy, policy_of
 from kvjax.registry import PolicyChoice
 from kvjax.spec import check_integer
@@ -135,8 +136,8 @@ class Document:
             TypeError: if the text is not a string.
         """
         is_single = isinstance(text, str)
-        texts = [text] if isinstance(text, str) else list(text)
-        if not all(isinstance(one, str) for one in texts):
+        texts = [text] if isinstance(text, str) else text
+        if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in texts):
             raise TypeError("text must be a string or a list of strings; ask takes messages")
         prompts = [self.cache.llm.tokenizer.encode_continuation(one, self.tokens) if one else [] for one in texts]
         return self._answer(prompts, is_single, max_new_tokens, stop, seed, return_details, sampling)
@@ -253,14 +254,18 @@ class Document:
                 f"{tails.max_new_tokens} tokens of question and answer exceed the capacity "
                 f"max_new_tokens={self.max_new_tokens} that the document was read with"
             )
-        expected = self.generator if reader is None else reader
-        for name in ("model", "max_prompt_tokens", "kv_dtype", "policies", "context_tokens"):
-            ours, theirs = getattr(self.generator, name), getattr(expected, name)
-            if ours is not theirs and ours != theirs:
-                differs = "" if name in ("model", "policies") else f"={ours} differs from {theirs}"
+        own = self.generator
+        expected = own if reader is None else reader
+        if own.model is not expected.model:
+            raise ValueError("the document does not fit into the engine: it belongs to another model")
+        names = ("max_prompt_tokens", "kv_dtype", "streaming", "context_tokens")
+        options = [(name, getattr(own, name), getattr(expected, name)) for name in names]
+        options += [("policy", *layer) for layer in zip(own.policies, expected.policies, strict=True)]
+        for name, ours, theirs in options:
+            if ours != theirs:
                 raise ValueError(
-                    f"the document does not fit into the engine, whose {name}{differs or ' differ'}; read it with the "
-                    "engine's cache, max_text_tokens and max_new_tokens"
+                    f"the document does not fit into the engine: it has {name}={shorten(ours)}, the engine "
+                    f"{shorten(theirs)}; read it with the engine's cache, max_text_tokens and max_new_tokens"
                 )
 
     @property

@@ -54,8 +54,8 @@ def names_of(page, directory):
 
 
 def run_block(block, page, names):
-    """Runs a program from the root of the checkout. A tiny random model replaces the known model."""
-    exec(compile(block.replace('"smollm2-135m"', repr(str(tiny.directory()))), page, "exec"), names)
+    """Runs a program from the root of the checkout. A tiny random chat model replaces the known model."""
+    exec(compile(block.replace('"smollm2-135m"', repr(str(tiny.directory(tiny.TEMPLATE)))), page, "exec"), names)
 
 
 @pytest.mark.parametrize("block", BLOCK.findall(README), ids=lambda block: block.partition("\n")[0])

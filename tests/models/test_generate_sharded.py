@@ -22,8 +22,10 @@ from jax.sharding import Mesh, NamedSharding
 
 import kvjax
 from kvjax.distributed.sharding import rename_axes
+from kvjax_models import LanguageModel
+from kvjax_models.engine import Engine
 from kvjax_models.formats import huggingface
-from kvjax_models.generation import batching, lowering, prefill
+from kvjax_models.generation import lowering, prefill
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.generation.state import state_shardings
@@ -256,14 +258,35 @@ def test_continuous_batching_on_a_mesh(name):
     def run_requests(mesh):
         model = make_model() if mesh is None else shard_model(make_model(), mesh)
         generator = Generator(model, POLICIES[name], **SIZES | {"batch": 2}, prefill_chunk=4)
-        rows = {}
-        for output in batching.run_requests(generator, [batching.Request(prompt, 9) for prompt in PROMPTS]):
+        engine, rows = Engine(tiny.make_llm().tokenizer, generator), {}
+        for prompt in PROMPTS:
+            engine.add(prompt, max_new_tokens=9)
+        for output in engine.run():
             rows.setdefault(output.number, []).extend(output.tokens)
         return rows
 
     assert run_requests(make_mesh(data=1, tensor=DEVICES)) == run_requests(None)
     with pytest.raises(ValueError, match="batch rows are sharded over 2 groups of devices"):
         run_requests(make_mesh(data=2, tensor=DEVICES // 2))
+
+
+@needs_devices
+@pytest.mark.parametrize("name", ["snapkv", heavy("chelsea")])
+def test_documents_on_a_mesh(name):
+    """Entries of a text and tails are sharded along heads."""
+
+    def answer(mesh):
+        model, tokenizer = load_checkpoint(), tiny.make_llm().tokenizer
+        llm = LanguageModel(model if mesh is None else shard_model(model, mesh), tokenizer)
+        document = llm.cache(POLICIES[name]).read(list(range(5, 65)), max_new_tokens=32)
+        texts = document.generate(["ab", "c", "def"], max_new_tokens=12)
+        return texts, [document.generate(["c"], max_new_tokens=12)], document
+
+    *expected, _ = answer(None)
+    *answers, document = answer(make_mesh(2, data=1, tensor=DEVICES))
+    assert answers == expected
+    keys = jax.tree.leaves(document.texts[0].state)[0]
+    assert not keys.sharding.is_fully_replicated
 
 
 # --- Meshes and shardings ---

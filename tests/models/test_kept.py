@@ -1,6 +1,5 @@
-"""`Prefix.kept`: shares of slots against the entries of the state, and the figure of them."""
+"""`Document.kept`: shares of slots against the frozen entries, and the figure of them."""
 
-import dataclasses
 import importlib
 import sys
 
@@ -9,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax.combinators.head_budgets import retrieving_heads
-from kvjax_models import kept, plots
+from kvjax_models import plots
 from tests.models import tiny
 
 TEXT = "The quick brown fox jumps over the lazy dog, and 7315 sheep. " * 3
@@ -29,15 +28,15 @@ def llm():
     return tiny.make_llm()
 
 
-def make_prefix(llm, policy, **options):
-    return llm.prefix(TEXT, policy, max_new_tokens=16, **options)
+def read(llm, policy, budget=None, kv_dtype=None, **options):
+    return llm.cache(policy, budget, kv_dtype=kv_dtype).read(TEXT, **options)
 
 
 @pytest.fixture(scope="module")
 def full_keys(llm):
     """Keys [layers, H_kv, T, D] of the text; no two tokens of a head have equal ones."""
-    prefix = make_prefix(llm, "exact")
-    return np.stack([np.asarray(cache.state.keys)[0, :, : prefix.num_tokens] for cache in prefix.state.layers])
+    document = read(llm, "exact")
+    return np.stack([np.asarray(text.state.keys)[0, :, : document.num_tokens] for text in document.texts])
 
 
 def entries(cache):
@@ -52,30 +51,30 @@ def entries(cache):
 
 @pytest.mark.parametrize("name", SELECTING)
 def test_kept_tokens_are_those_whose_keys_the_cache_holds(llm, full_keys, name):
-    prefix = make_prefix(llm, SELECTING[name], seed=5)
-    shares = prefix.kept()
+    document = read(llm, SELECTING[name], seed=5)
+    shares = document.kept()
     assert shares.shape == full_keys.shape[:3] and shares.dtype == np.float32
     expected = np.zeros_like(shares)
-    for layer, cache in enumerate(prefix.state.layers):
+    for layer, cache in enumerate(document.texts):
         for head, keys in entries(cache):
             expected[layer, head] += (full_keys[layer, head][:, None] == keys).all(axis=-1).sum(axis=-1)
     np.testing.assert_array_equal(shares, expected)
     assert shares.sum(axis=(1, 2)).tolist() == [48, 48] and shares.max() == 1
     if name == "streaming_llm":
         positions = np.flatnonzero(shares[1, 1]).tolist()
-        assert positions == [0, 1, 2, *range(prefix.num_tokens - 21, prefix.num_tokens)]
+        assert positions == [0, 1, 2, *range(document.num_tokens - 21, document.num_tokens)]
 
 
-def test_random_policies_draw_with_the_seed_of_the_prefix(llm):
-    first, second = (make_prefix(llm, SELECTING["uniform"], seed=seed).kept() for seed in (0, 5))
+def test_random_policies_draw_with_the_seed_of_the_document(llm):
+    first, second = (read(llm, SELECTING["uniform"], seed=seed).kept() for seed in (0, 5))
     assert (first != second).any()
 
 
 def test_merged_tokens_share_a_slot(llm):
-    prefix = make_prefix(llm, CHELSEA)
-    shares = prefix.kept()
+    document = read(llm, CHELSEA)
+    shares = document.kept()
     assert (shares[:, :, :2] == 1).all() and (shares[:, :, -8:] == 1).all()
-    for layer, cache in zip(shares, prefix.state.layers, strict=True):
+    for layer, cache in zip(shares, document.texts, strict=True):
         count = int(cache.state.count[0])
         for head, degrees in zip(layer, np.asarray(cache.state.degree)[0, :, :count], strict=True):
             expected = np.sort(np.repeat(1 / degrees, degrees))
@@ -86,8 +85,8 @@ def test_merged_tokens_share_a_slot(llm):
 def test_heads_with_the_capacity_of_the_cache_keep_all_tokens(llm):
     heads = [(0, 1), (1, 0)]
     policy = kvjax.HeadBudgets(kvjax.SnapKV(120, window_size=6, compact_every=8), retrieving_heads(2, 2, heads))
-    prefix = make_prefix(llm, policy)
-    shares = prefix.kept()
+    document = read(llm, policy)
+    shares = document.kept()
     for layer, row in enumerate(shares):
         for head, share in enumerate(row):
             assert (share == 1).all() if (layer, head) in heads else 6 <= share.sum() < 60
@@ -95,32 +94,28 @@ def test_heads_with_the_capacity_of_the_cache_keep_all_tokens(llm):
 
 def test_a_sliding_window_and_quantization():
     llm = tiny.make_llm(windows=(16, None))
-    shares = make_prefix(llm, "snapkv:window_size=6", budget=24, kv_dtype="int8").kept()
+    shares = read(llm, "snapkv:window_size=6", budget=24, kv_dtype="int8").kept()
     np.testing.assert_array_equal(shares[0], np.arange(shares.shape[2]) >= np.full((2, 1), shares.shape[2] - 16))
     assert shares[1].sum(axis=1).tolist() == [24, 24]
 
 
 def test_retrieval_holds_all_tokens(llm):
-    assert (make_prefix(llm, kvjax.Quest(24, compact_every=8)).kept() == 1).all()
+    assert (read(llm, kvjax.Quest(24, compact_every=8)).kept() == 1).all()
 
 
-def test_a_restored_prefix_keeps_the_same_tokens(llm, tmp_path):
-    prefix = make_prefix(llm, SELECTING["uniform"], seed=3)
-    prefix.save(tmp_path / "saved")
-    restored = llm.restore_prefix(tmp_path / "saved", SELECTING["uniform"])
-    assert restored.tokens == prefix.tokens and restored.seed == 3
-    np.testing.assert_array_equal(restored.kept(), prefix.kept())
+def test_a_restored_document_keeps_the_same_tokens(llm, tmp_path):
+    document = read(llm, SELECTING["uniform"], seed=3)
+    document.save(tmp_path / "saved")
+    restored = llm.open(tmp_path / "saved")
+    assert restored.tokens == document.tokens and restored.seed == 3
+    np.testing.assert_array_equal(restored.kept(), document.kept())
 
 
 def test_what_has_no_shares_is_refused(llm):
-    prefix = make_prefix(llm, SELECTING["streaming_llm"])
-    with pytest.raises(ValueError, match="saved by an earlier version of kvjax, without its text; create it again"):
-        dataclasses.replace(prefix, tokens=None).kept()
     with pytest.raises(ValueError, match=r"AttentionMatching.* fits its values"):
-        make_prefix(llm, kvjax.AttentionMatching(24, sinks=2, compact_every=8)).kept()
-    streaming = llm.generator("streaming_llm", 24, max_prompt_tokens=200, max_new_tokens=16, streaming=True)
-    with pytest.raises(ValueError, match="create the prefix without streaming"):
-        kept.kept_shares(streaming, prefix.tokens)
+        read(llm, kvjax.AttentionMatching(24, sinks=2, compact_every=8)).kept()
+    with pytest.raises(ValueError, match="read the text without streaming"):
+        read(llm, "streaming_llm", 24, streaming=True).kept()
 
 
 def test_the_figure_has_one_image_and_marks_heads():

@@ -14,9 +14,7 @@ from kvjax_models.cli.chat import Chat, Conversation
 from kvjax_models.cli.generate import Generate
 from kvjax_models.formats import huggingface
 from kvjax_models.formats.tokenizer import Tokenizer
-from kvjax_models.generation import completions
-from kvjax_models.generation.generator import Generator, generate
-from kvjax_models.generation.sampling import Sampling
+from kvjax_models.generation.generator import generate
 from tests.models import tiny
 from tests.models.huggingface_files import save_model
 
@@ -39,8 +37,8 @@ def test_text_equals_the_generators_tokens(llm):
 
 
 def test_usage_counts_tokens_seconds_and_bytes(llm):
-    text, usage = llm.generate(TEXT, "uniform:recent=16", 64, max_new_tokens=12, return_usage=True)
-    assert text == llm.generate(TEXT, "uniform:recent=16", 64, max_new_tokens=12)
+    completion, usage = llm.generate(TEXT, "uniform:recent=16", 64, max_new_tokens=12, return_details=True)
+    assert completion.text == llm.generate(TEXT, "uniform:recent=16", 64, max_new_tokens=12)
     prompt = llm.encode(TEXT)
     assert (usage.prompt_tokens, usage.new_tokens) == (len(prompt), 12)
     config = llm.model.config
@@ -50,72 +48,67 @@ def test_usage_counts_tokens_seconds_and_bytes(llm):
     assert all(token_bytes * 64 < size < token_bytes * 150 for size in (usage.read_bytes, usage.cache_bytes))
     assert usage.host_bytes == 0 and usage.prefill_seconds > 0 and usage.compile_seconds >= 0
     assert usage.tokens_per_second == 12 / usage.decode_seconds
-    texts, both = llm.generate([TEXT, TEXT[9:]], max_new_tokens=2, return_usage=True)
-    assert len(texts) == 2 and both.new_tokens == 4 and both.prompt_tokens > usage.prompt_tokens
+    completions, both = llm.generate([TEXT, TEXT[9:]], max_new_tokens=2, return_details=True)
+    assert len(completions) == 2 and both.new_tokens == 4 and both.prompt_tokens > usage.prompt_tokens
 
 
 def test_streamed_text_does_not_depend_on_the_interval(llm):
-    text = llm.generate(TEXT, kvjax.SubGen, 128, max_new_tokens=70)  # several blocks
+    cache = llm.cache(kvjax.SubGen, 128)
+    text = cache.generate(TEXT, max_new_tokens=70)  # several blocks
     for interval in (1, 23, 64):
-        parts = llm.stream(TEXT, kvjax.SubGen, 128, max_new_tokens=70, stream_interval=interval)
+        parts = cache.stream(TEXT, max_new_tokens=70, stream_interval=interval)
         assert "".join(parts) == text
     for interval in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match=f"stream_interval={interval} must be"):
-            next(llm.stream(TEXT, max_new_tokens=4, stream_interval=interval))
-    options = {"sampling": Sampling(temperature=2.0), "max_new_tokens": 8}
-    assert llm.generate(TEXT, seed=1, **options) == "".join(llm.stream(TEXT, seed=1, **options))
+            next(cache.stream(TEXT, max_new_tokens=4, stream_interval=interval))
+    options = {"temperature": 2.0, "max_new_tokens": 8}
+    assert llm.generate(TEXT, seed=1, **options) == "".join(llm.cache().stream(TEXT, seed=1, **options))
     assert llm.generate(TEXT, seed=1, **options) != llm.generate(TEXT, seed=2, **options)
 
 
+def test_several_sequences_of_a_prompt_have_the_next_seeds(llm):
+    options = {"temperature": 2.0, "max_new_tokens": 8}
+    single = [llm.generate(TEXT, seed=seed, **options) for seed in range(3, 7)]
+    assert llm.generate(TEXT, n=4, seed=3, **options) == single and len(set(single)) > 1
+    assert llm.generate([TEXT, TEXT], n=2, seed=3, **options) == [single[:2], single[2:]]
+    for n in (0, 1.5, True):
+        with pytest.raises(ValueError, match=f"n={n} must be"):
+            llm.generate(TEXT, n=n)
+
+
 def test_many_prompts_equal_single_prompts_in_order(llm):
-    prompts, parts = [TEXT[7 * start :] for start in range(5)], {}
-    options = {"batch_size": 2, "max_new_tokens": 20, "sampling": Sampling(0.5)}
-
-    def on_text(number, part):
-        parts.setdefault(number, []).append(part)
-
-    results = list(llm.generate_many(prompts, seed=3, on_text=on_text, **options))
+    prompts = [TEXT[7 * start :] for start in range(5)]
+    cache, options = llm.cache(), {"batch_size": 2, "max_new_tokens": 20, "temperature": 0.5}
+    results = list(cache.generate_many(prompts, seed=3, **options))
     assert [completion.number for completion in results] == list(range(5))
-    assert ["".join(parts[number]) for number in range(5)] == [completion.text for completion in results]
-    expected = llm.generate(prompts[4], max_new_tokens=20, sampling=Sampling(0.5), seed=7)
+    expected = llm.generate(prompts[4], max_new_tokens=20, temperature=0.5, seed=7)
     assert expected == results[4].text == llm.tokenizer.decode(results[4].tokens)
     # From an iterator, with a maximum length and a stop string.
     stop = results[0].text[3:6]
-    stopped = list(llm.generate_many(iter(prompts), seed=3, max_prompt_tokens=600, stop=[stop], **options))
+    stopped = list(cache.generate_many(iter(prompts), seed=3, max_prompt_tokens=600, stop=[stop], **options))
     assert [completion.text for completion in stopped] == [completion.text.partition(stop)[0] for completion in results]
-    assert stopped[0].finish_reason == "stop" and list(llm.generate_many([])) == []
+    assert stopped[0].finish_reason == "stop" and list(cache.generate_many([])) == []
 
 
-def test_possible_starts_of_stop_strings_are_withheld():
-    texts = {"": 0, "a": 0, "a long\n": 5}
-    assert {text: completions._settled_length(text, ["\n\n", "END"]) for text in texts} == texts
-    assert completions._settled_length("text", []) == 4
+def test_prompts_are_read_when_rows_are_free(llm):
+    num_read = 0
 
+    def read_prompts():
+        nonlocal num_read
+        for number in range(5):
+            num_read += 1
+            yield TEXT[number : number + 20]
 
-@pytest.mark.parametrize(
-    ("stop", "length"),
-    [
-        (["END", "\n\n"], 3),
-        ([tiny.BOS], 8),
-        ([f"two{tiny.BOS}", "END"], 5),
-        ([f"{tiny.BOS} END", f"x{tiny.BOS}"], 8),
-        (["two END"], 5),  # special tokens within a text do not hide it
-        (["begin_of_text", "\n\n\n"], None),
-    ],
-)
-def test_stop_strings_may_contain_special_tokens(llm, stop, length):
-    tokens = llm.tokenizer.encode_continuation(f"one\n\ntwo{tiny.BOS} END", context=())
-    row = completions._Row(llm.tokenizer, [], stop)
-    row.push(tokens)
-    assert (row.text, row.tokens, row.find_stop()) == ("one\n\ntwo END", tokens, length)
+    completions = llm.cache().generate_many(read_prompts(), batch_size=2, max_prompt_tokens=32, max_new_tokens=4)
+    assert [(completion.number, num_read) for completion in completions] == [(0, 2), (1, 2), (2, 4), (3, 4), (4, 5)]
 
 
 @pytest.mark.parametrize("policy", ["streaming_llm", kvjax.StreamingLLM])
 def test_a_relative_budget_is_a_share_of_the_full_cache(llm, policy):
-    generator = llm.generator(policy, "50%", max_prompt_tokens=600, max_new_tokens=40)
+    generator = llm.cache(policy, "50%").generator(max_prompt_tokens=600, max_new_tokens=40)
     full_bytes = generator.specs[0].full_cache_bytes(640) * len(generator.specs)
     assert 0.4 * full_bytes < kvjax.cache_bytes(generator.init_state().layers).device <= 0.5 * full_bytes
-    in_bytes = llm.generator(policy, f"{full_bytes // 2}B", max_prompt_tokens=600, max_new_tokens=40)
+    in_bytes = llm.cache(policy, f"{full_bytes // 2}B").generator(max_prompt_tokens=600, max_new_tokens=40)
     assert in_bytes.policies == generator.policies
 
 
@@ -143,7 +136,7 @@ def test_checkpoints_in_bfloat16_are_computed_in_float32_on_cpus(llm, tmp_path):
     bfloat16, float32 = load(tmp_path, jnp.bfloat16), load(tmp_path)
     assert formats.load(tmp_path)[0].embedding.param_dtype == jnp.bfloat16
     assert bfloat16.model.embedding.embedding[...].dtype == jnp.bfloat16
-    assert bfloat16.generator("exact", max_prompt_tokens=8, max_new_tokens=8).specs[0].dtype == jnp.bfloat16
+    assert bfloat16.cache().generator(max_prompt_tokens=8, max_new_tokens=8).specs[0].dtype == jnp.bfloat16
     kernel = float32.model.layers[0].mlp.gate_up.kernel[...]
     assert kernel.dtype == jnp.float32
     np.testing.assert_array_equal(kernel, bfloat16.model.layers[0].mlp.gate_up.kernel[...].astype(jnp.float32))
@@ -191,22 +184,24 @@ def test_prompts_of_invalid_types_are_refused(llm, prompt):
     with pytest.raises(TypeError, match=message):
         llm.generate(prompt, max_new_tokens=2)
     with pytest.raises(TypeError, match=message):
-        list(llm.generate_many(prompt, max_new_tokens=2))
+        list(llm.cache().generate_many(prompt, max_new_tokens=2))
 
 
 @pytest.mark.parametrize("prompts", ["ab", [{"role": "user", "content": "x"}]])
 def test_generate_many_refuses_a_single_prompt(llm, prompts):
     with pytest.raises(TypeError, match=r"prompts must be a list of texts or conversations, got .*; pass \[prompt\]"):
-        list(llm.generate_many(prompts))
+        list(llm.cache().generate_many(prompts))
 
 
 def test_stop_may_be_a_single_string(llm):
     def generate_text(stop):
-        return next(llm.generate_many(["Read the record."], max_new_tokens=12, stop=stop)).text
+        return next(llm.cache().generate_many(["Read the record."], max_new_tokens=12, stop=stop)).text
 
     text = generate_text(())
     stop = text[2:5]
     assert generate_text(stop) == generate_text([stop]) == text[: text.find(stop)]
+    assert llm.generate("Read the record.", max_new_tokens=12, stop=stop) == text[: text.find(stop)]
+    assert "".join(llm.cache().stream("Read the record.", max_new_tokens=12, stop=stop)) == text[: text.find(stop)]
     for invalid_stop in (b"x", [1], ["x", None]):
         with pytest.raises(TypeError, match="stop=.* must be a string or a list of strings"):
             generate_text(invalid_stop)
@@ -217,14 +212,28 @@ def test_invalid_options_are_refused(llm):
         llm.generate("x", allow_beyond_context="no")
     for size in (0, -1, 1.5, "0", "x", "10%", True):
         with pytest.raises(ValueError, match=f"batch_size={size!r} must be from 1 to 65536 rows"):
-            next(llm.generate_many(["x"], batch_size=size, max_new_tokens=2))
-    with pytest.raises(ValueError, match=r"prompt 1: \d+ tokens exceed max_prompt_tokens=5"):
-        list(llm.generate_many(["x", "x" * 40], max_new_tokens=2, max_prompt_tokens=5))
+            next(llm.cache().generate_many(["x"], batch_size=size, max_new_tokens=2))
+    with pytest.raises(ValueError, match=r"prompt 1: 41 tokens exceed max_prompt_tokens=16"):
+        list(llm.cache().generate_many(["x", "x" * 40], max_new_tokens=2, max_prompt_tokens=16))
     # Seeds after the largest one continue with 0.
-    numbers = llm.generate_many([TEXT] * 2, seed=2**32 - 1, max_new_tokens=2, sampling=Sampling(2.0))
-    assert list(numbers)[1].text == llm.generate(TEXT, seed=0, max_new_tokens=2, sampling=Sampling(2.0))
+    numbers = llm.cache().generate_many([TEXT] * 2, seed=2**32 - 1, max_new_tokens=2, temperature=2.0)
+    assert list(numbers)[1].text == llm.generate(TEXT, seed=0, max_new_tokens=2, temperature=2.0)
     with pytest.raises(ValueError, match="batch_size=1000000000 must be from 1 to 65536 rows"):
-        next(llm.generate_many(["x"], batch_size=10**9, max_new_tokens=2))
+        next(llm.cache().generate_many(["x"], batch_size=10**9, max_new_tokens=2))
+    with pytest.raises(ValueError, match="prompt is an empty list"):
+        llm.generate([])
+    with pytest.raises(ValueError, match="log-probabilities are part of the details; pass return_details=True"):
+        llm.generate("x", logprobs=2)
+    with pytest.raises(ValueError, match="top_k=0 must be"):
+        llm.generate("x", top_k=0)
+    with pytest.raises(TypeError, match="warmth"):
+        llm.generate("x", warmth=1.0)
+
+
+def test_log_probabilities_are_part_of_the_details(llm):
+    completion, _ = llm.generate(TEXT, max_new_tokens=4, logprobs=1, return_details=True)
+    assert [item.token for item in completion.logprobs] == list(completion.tokens)
+    assert all(item.top[0] == (item.token, pytest.approx(item.logprob)) for item in completion.logprobs)  # greedy
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +243,7 @@ def chat_llm():
 
 def test_a_list_of_messages_is_one_conversation(chat_llm):
     first, second = ([{"role": "user", "content": text}] for text in ("What is a fox?", "And a dog?"))
-    answers = ["".join(chat_llm.stream(messages, max_new_tokens=8)) for messages in (first, second)]
+    answers = ["".join(chat_llm.cache().stream(messages, max_new_tokens=8)) for messages in (first, second)]
     assert chat_llm.generate(first, max_new_tokens=8) == answers[0]
     assert chat_llm.generate(tuple(first), max_new_tokens=8) == answers[0]
     assert isinstance(chat_llm.generate([first, "text"], max_new_tokens=2), list)
@@ -244,7 +253,7 @@ def test_later_turns_equal_one_conversation(chat_llm):
     conversation = Conversation(chat_llm, Chat(policy="exact", context_tokens=512, max_new_tokens=16), "Be brief.")
     for turn in ("What is a fox?", "And a dog?"):
         answer = "".join(conversation.answer(turn))
-        assert answer == "".join(chat_llm.stream(conversation.messages[:-1], max_new_tokens=16))
+        assert answer == "".join(chat_llm.cache().stream(conversation.messages[:-1], max_new_tokens=16))
     roles = [message["role"] for message in conversation.messages]
     assert roles == ["system", "user", "assistant", "user", "assistant"]
 
@@ -260,10 +269,10 @@ def test_an_interrupt_ends_an_answer_but_not_the_conversation(chat_llm):
             if number == 4:
                 stop.set()
         answer = conversation.messages[-1]["content"]
-        whole = "".join(chat_llm.stream(conversation.messages[:-1], max_new_tokens=12))
+        whole = "".join(chat_llm.cache().stream(conversation.messages[:-1], max_new_tokens=12))
         assert whole.startswith(answer) and len(answer) < len(whole)
     answer = "".join(conversation.answer("What else?"))
-    assert answer == "".join(chat_llm.stream(conversation.messages[:-1], max_new_tokens=12))
+    assert answer == "".join(chat_llm.cache().stream(conversation.messages[:-1], max_new_tokens=12))
 
 
 def test_a_conversation_without_capacity_is_refused(chat_llm):
@@ -278,67 +287,30 @@ def test_a_model_without_a_template_cannot_chat(llm):
         llm.encode([{"role": "user", "content": "Hello"}])
 
 
-def test_a_prefix_answers_questions_as_one_text_does(llm, tmp_path):
-    context, questions = "Read the record. The first line", [" says what?", " is long."]
-    prefix = llm.prefix(context, "exact", max_new_tokens=24)
-    expected = [llm.generate(context + question, max_new_tokens=8) for question in questions]
-    assert prefix.generate(questions, max_new_tokens=8) == expected
-    assert prefix.generate(questions[0], max_new_tokens=8) == expected[0]  # the prefix did not change
-    prefix.save(tmp_path / "saved")
-    assert llm.restore_prefix(tmp_path / "saved").generate(questions[1], max_new_tokens=8) == expected[1]
-    with pytest.raises(ValueError, match=r"belongs to another run: policy\[0\].* is .*Exact.*, not .{,99}$"):
-        llm.restore_prefix(tmp_path / "saved", "uniform", 80)
-    with pytest.raises(ValueError, match="exceeds max_prompt_tokens"):
-        prefix.generate(questions[0], max_new_tokens=500)
-    for number in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match=f"max_new_tokens={number} must be"):
-            prefix.generate(questions[0], max_new_tokens=number)
-    for wrong in ({"role": "user", "content": "x"}, [3], b"x", None):
-        with pytest.raises(TypeError, match="must be a (text or a list of messages|list of texts)"):
-            prefix.generate(wrong)
-    assert prefix.generate(questions[0]).startswith(expected[0])
-
-
 def test_answers_are_the_end_of_the_entire_text_everywhere(tmp_path, monkeypatch, capsys):
     """With SentencePiece's dummy prefix, which a text without context gets and loses."""
     template = tiny.TEMPLATE.replace("[", "").replace("]", "")
     llm = tiny.make_llm(template, backend=tiny.make_sentencepiece_backend(), layers=1)
     context, question, sizes = "a b c", " d e", {"max_new_tokens": 8}
-    [completion] = llm.generate_many([context + question], batch_size=1, **sizes)
+    [completion] = llm.cache().generate_many([context + question], batch_size=1, **sizes)
     entire = llm.tokenizer.decode([*llm.encode(context + question), *completion.tokens])
     expected = entire.removeprefix(context + question)
     assert completion.text == expected and expected.startswith(" ")
     assert llm.generate(context + question, **sizes) == expected
-    assert "".join(llm.stream(context + question, **sizes)) == expected
+    assert "".join(llm.cache().stream(context + question, **sizes)) == expected
     monkeypatch.setattr(Generate, "load", lambda options: llm)
-    path, options = str(tmp_path / "prefix"), {"model": "tiny", "quiet": True}
+    path, options = str(tmp_path / "document"), {"model": "tiny", "quiet": True}
     Generate(prompt=context + question, **sizes, **options).run()
-    Generate(prompt=context, save_prefix=path, max_new_tokens=24, **options).run()
-    Generate(prompt=question, prefix=path, **sizes, **options).run()
-    assert capsys.readouterr().out == f"{expected}\n== --prompt\n{expected}\n"
-    assert llm.restore_prefix(path).generate(question, **sizes) == expected
+    assert capsys.readouterr().out == f"{expected}\n"
+    document = llm.cache().read(context, chat=False, max_new_tokens=24)
+    document.save(path)
+    assert document.generate(question, **sizes) == llm.open(path).generate(question, **sizes) == expected
     # Turns of a conversation are encoded as in the entire conversation.
     conversation = Conversation(llm, Chat(context_tokens=128, **sizes))
     list(conversation.answer("a b"))
     list(conversation.answer("c"))
     text = llm.tokenizer.render_chat(conversation.messages, add_generation_prompt=False)
     assert llm.tokenizer.decode(conversation._cached_tokens) == text.removesuffix("\n")
-
-
-def test_questions_of_the_command_line_have_no_start_of_a_conversation(tmp_path, monkeypatch):
-    start = "{{ bos_token }}{% if messages[0].role != 'system' %}[system] Be kind.\n{% endif %}"
-    llm, prefills = tiny.make_llm(f"{start}{tiny.TEMPLATE}{{{{ end }}}}", layers=1), []
-    prefill = Generator.prefill
-    monkeypatch.setattr(Generate, "load", lambda options: llm)
-    monkeypatch.setattr(
-        Generator, "prefill", lambda self, state, texts: prefills.extend(texts) or prefill(self, state, texts)
-    )
-    options = {"model": "tiny", "chat": True, "quiet": True}
-    path = str(tmp_path / "prefix")
-    Generate(prompt="A text.", save_prefix=path, max_new_tokens=40, **options).run()
-    Generate(prompt="Why?", prefix=path, max_new_tokens=2, template_options='{"end": "So"}', **options).run()
-    texts = [llm.tokenizer.decode(text, skip_special_tokens=False) for text in prefills]
-    assert texts == ["[user] Why?\n[assistant] So"]
 
 
 def test_template_options_reach_the_template(tmp_path, monkeypatch):
@@ -353,9 +325,9 @@ def test_template_options_reach_the_template(tmp_path, monkeypatch):
     prompts.write_text(json.dumps({"messages": messages}))
     for call in (
         lambda: llm.generate([messages], template_options=options),
-        lambda: next(llm.stream(messages, template_options=options)),
-        lambda: next(llm.generate_many([messages], template_options=options)),
-        lambda: llm.prefix(messages, template_options=options),
+        lambda: next(llm.cache().stream(messages, template_options=options)),
+        lambda: next(llm.cache().generate_many([messages], template_options=options)),
+        lambda: llm.cache().read(messages, template_options=options),
         Generate(prompt="Who?", chat=True, **flags).run,
         Generate(prompts_file=str(prompts), output=str(tmp_path / "out.jsonl"), **flags).run,
         lambda: next(Conversation(llm, Chat(**flags)).answer("Who?")),
@@ -369,19 +341,8 @@ def test_template_options_reach_the_template(tmp_path, monkeypatch):
             Generate(prompt="Who?", **flags | changes).run()
 
 
-def test_a_prefix_answers_messages(chat_llm):
-    messages = [{"role": "user", "content": "What is a fox?"}]
-    prefix = chat_llm.prefix("Read the record.", max_new_tokens=64)
-    text = "Read the record." + chat_llm.tokenizer.render_chat(messages)
-    expected = chat_llm.generate(text, max_new_tokens=8)
-    assert prefix.generate(messages, max_new_tokens=8) == expected
-    assert prefix.generate([messages, "x"], max_new_tokens=8)[0] == expected
-
-
 def test_reprs_are_short(llm):
-    prefix = llm.prefix("Read the record.", "auto", "100%", max_new_tokens=400)
-    for value, name in ((llm, "LanguageModel(layers="), (prefix, "Prefix(num_tokens=")):
-        assert repr(value).startswith(name) and len(repr(value)) < 400
+    assert repr(llm).startswith("LanguageModel(layers=") and len(repr(llm)) < 400
 
 
 @pytest.mark.parametrize("budget", [64 * 2**10, 256 * 2**10])
@@ -389,15 +350,15 @@ def test_reprs_are_short(llm):
 def test_budgets_in_bytes_include_sliding_windows(policy, budget):
     llm = tiny.make_llm(windows=(64, None, 64, 64), layers=4)
     sizes = {"batch": 1, "max_prompt_tokens": 4000, "max_new_tokens": 40}
-    generator = llm.generator(policy, f"{budget}B", kv_dtype="int8", **sizes)
+    generator = llm.cache(policy, f"{budget}B", kv_dtype="int8").generator(**sizes)
     assert 0.5 * budget < generator.row_bytes <= budget  # windows are counted with the largest staging buffer
-    named = llm.generator(f"{policy}@{budget}B", kv_dtype="int8", **sizes)
+    named = llm.cache(f"{policy}@{budget}B", kv_dtype="int8").generator(**sizes)
     assert named.row_bytes == generator.row_bytes
     # A share applies to the other layers.
-    assert llm.generator(policy, "25%", **sizes).row_bytes > 0.25 * 4040 * 2 * 2 * 16 * 2
+    assert llm.cache(policy, "25%").generator(**sizes).row_bytes > 0.25 * 4040 * 2 * 2 * 16 * 2
 
 
 def test_budgets_in_bytes_below_the_sliding_windows_are_refused():
     llm = tiny.make_llm(windows=(64, None, 64, 64), layers=4)
     with pytest.raises(ValueError, match=r"budget=20KiB is less than the 78.2 KiB that 3 layers with a sliding window"):
-        llm.generator("snapkv", "20KiB", batch=1, max_prompt_tokens=400, max_new_tokens=40)
+        llm.cache("snapkv", "20KiB").generator(max_prompt_tokens=400, max_new_tokens=40)

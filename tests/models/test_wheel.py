@@ -21,7 +21,7 @@ from kvjax_models import load
 
 llm = load({str(CHECKPOINT)!r})
 print(llm.generate("Once upon a time", policy=kvjax.SubGen, budget=128, max_new_tokens=8))
-for text in llm.stream("Once upon a time", policy="subgen", budget=128, max_new_tokens=8):
+for text in llm.cache("subgen", 128).stream("Once upon a time", max_new_tokens=8):
     print(text, end="", flush=True)
 print(kvjax.__file__)
 """

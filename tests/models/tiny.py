@@ -1,6 +1,7 @@
 """A tiny random model with a tokenizer of ASCII characters, in memory and as a Hugging Face directory."""
 
 import atexit
+import dataclasses
 import functools
 import json
 import pathlib
@@ -8,6 +9,7 @@ import shutil
 import tempfile
 from string import ascii_letters
 
+import jax
 import tokenizers
 from flax import nnx
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
@@ -70,20 +72,30 @@ def make_llm(template=None, seed=1, backend=None, **changes):
     return LanguageModel(Llama(make_config(**changes), rngs=nnx.Rngs(seed)), tokenizer)
 
 
-def write(directory, seed=1, **changes):
+def make_lively_llm(template=TEMPLATE, seed=2, **changes):
+    """Returns a model whose greedy texts have many different tokens and no end, so that a wrong cache changes them."""
+    llm = make_llm(template, seed, **changes)
+    graph, parameters = nnx.split(llm.model)
+    model = nnx.merge(graph, jax.tree.map(lambda x: 3 * x if x.ndim > 1 else x, parameters))
+    return LanguageModel(model, dataclasses.replace(llm.tokenizer, eos_ids=()))
+
+
+def write(directory, seed=1, template=None, **changes):
     """Writes the model and its tokenizer as a Hugging Face directory."""
     backend = make_backend()
     ids = {"bos_token_id": backend.token_to_id(BOS), "eos_token_id": backend.token_to_id(EOS)}
     save_model(directory, Llama(make_config(**changes), rngs=nnx.Rngs(seed)), **ids)
     backend.save(str(directory / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
+    if template is not None:
+        config["chat_template"] = template
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
 
 
 @functools.cache
-def directory():
+def directory(template=None):
     """Returns a directory with the model, which must not be changed."""
     path = pathlib.Path(tempfile.mkdtemp(prefix="kvjax-tiny-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
-    return write(path)
+    return write(path, template=template)
