@@ -73,7 +73,7 @@ class CachedModel:
         options = ((name, getattr(self, name)) for name in names)
         return f"cache({', '.join(f'{name}={value!r}' for name, value in options if value is not None)})"
 
-    # --- sequences with caches of their own ---
+    # --- sequences with separate caches ---
 
     def generate(
         self,
@@ -259,8 +259,8 @@ class CachedModel:
 
         Args:
             rows: number of batch rows, or bytes for their caches ("2GiB").
-            documents: number of documents that the rows continue at a time; 0 for plain prompts, each with a cache
-                of its own. With documents, `rows` is the number for each of them.
+            documents: number of documents that the rows continue at a time; 0 for plain prompts, each with its
+                cache. With documents, `rows` is the number for each of them.
             max_prompt_tokens: maximum length of a prompt, or of a document's text.
             max_new_tokens: maximum number of tokens after it; with documents, of question and answer together.
             max_prefill_steps: see `Engine`.
@@ -269,6 +269,9 @@ class CachedModel:
         Returns:
             The engine.
         """
+        documents = check_integer("documents", documents, minimum=0)
+        max_new_tokens = check_integer("max_new_tokens", max_new_tokens, minimum=1)
+        max_prompt_tokens = check_integer("max_prompt_tokens", max_prompt_tokens, minimum=0)
         options: dict[str, Any] = {"max_prefill_steps": max_prefill_steps, "stream_interval": stream_interval}
         lengths = compile_cache.length_bucket(max_prompt_tokens)
         if documents:
@@ -300,7 +303,7 @@ class CachedModel:
             text: the text, a conversation, or token ids. Questions continue the last message if it is the user's.
             max_new_tokens: capacity for each question and its answer, in tokens.
             max_text_tokens: capacity for the text, to which a budget's share refers; by default its length. Documents
-                of one engine have that of the engine (its `max_prompt_tokens`).
+                of one engine have the engine's `max_prompt_tokens`.
             chat: whether the text is the start of a user's message, in the model's chat template, so that
                 `Document.ask` can continue it; by default if the model has a template. Not for token ids.
             seed: seed of the policy's random numbers.

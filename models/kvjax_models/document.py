@@ -4,8 +4,8 @@
     document.ask("Who wrote it?")
     document.ask(["When?", "Where?", "Why?"])        # one batch, which reads the text's entries once per step
 
-A document is frozen. Every question continues it with a cache of its own, the tail, which holds the tokens of question
-and answer.
+A document is frozen. Every question continues it with a separate cache for the tokens of question and
+answer, the tail.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Document:
         generator: sizes and policies with which the text was read.
         texts: the entries of the text, of every layer.
         logits: float32 logits of the token after the text.
-        tokens: token ids of the text, with what the chat template writes before it.
+        tokens: token ids of the text and of the chat template before it.
         messages: the conversation that questions continue; None for a plain text.
         template_options: variables of the chat template.
         max_new_tokens: capacity for each question and its answer, in tokens.
@@ -87,7 +87,7 @@ class Document:
         Args:
             question: a text, which follows the document in the same message of the user, or messages, of which the
                 first one does; or a list of such questions, which are answered as one batch.
-            max_new_tokens: maximum number of new tokens; by default what the tail has capacity for.
+            max_new_tokens: maximum number of new tokens; by default the capacity of the tail.
             stop: strings that finish an answer and are not part of it.
             seed: seed of sampling; question n of a list has seed + n.
             separator: text between the document and a question that continues its last message.
@@ -208,7 +208,7 @@ class Document:
 
         Args:
             rows: number of questions that are answered at a time.
-            max_new_tokens: capacity of each row for question and answer; by default that of the document. Similar
+            max_new_tokens: capacity of each row for question and answer; by default the document's. Similar
                 capacities share compiled programs.
             **options: further arguments of `Engine`.
 
@@ -423,7 +423,7 @@ def open_document(llm: "LanguageModel", directory: str | os.PathLike) -> Documen
 
 
 def _manifest(llm: "LanguageModel") -> dict[str, Any]:
-    """Returns what must be equal when a document is restored."""
+    """Returns the values that must be equal when a document is restored."""
     return {
         "format": FORMAT,
         "model": describe_model(llm.model),

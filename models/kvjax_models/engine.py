@@ -63,7 +63,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a step added to a request.
+    """The new tokens of a request after a step.
 
     Attributes:
         number: number of the request.
@@ -72,7 +72,7 @@ class Output(NamedTuple):
         finish_reason: "stop" for an end-of-text token or a stop string, "length" for the maximum number of tokens,
             "error" for an invalid request, "abort" after `Engine.abort`; None if the request is not finished.
         logprobs: one item per new token, if the request asked for them.
-        error: what was wrong with the request.
+        error: message of a failed request.
     """
 
     number: int
@@ -213,7 +213,7 @@ class Engine:
             document: the document that the request continues, in an engine for documents.
             sampling: parameters of sampling.
             stop: strings that finish the sequence and are not part of its text; they may contain special tokens.
-            max_new_tokens: maximum number of new tokens; by default what the caches have capacity for.
+            max_new_tokens: maximum number of new tokens; by default the capacity of the caches.
             seed: seed of sampling and of the policy's random numbers.
             template_options: variables of the chat template, for a conversation.
 
@@ -403,7 +403,7 @@ class Engine:
         return outputs
 
     def _output(self, row: int, sampled: SampledTokens, is_done: bool, is_faulty: bool) -> Output:
-        """Returns what a block added to the request of a row."""
+        """Returns the output of a row's request after a block."""
         request, answer = self._running[row]
         count = int(np.sum(sampled.token[row] != NO_TOKEN))
         if is_faulty:

@@ -43,11 +43,11 @@ def llm():
 
 @functools.cache
 def read(name="exact", text=TEXT, **options):
-    return llm().cache(POLICIES[name]).read(text, max_new_tokens=64, **options)
+    return llm().cache(POLICIES[name]).read(text, max_new_tokens=96, **options)
 
 
 def ask_in_chat(question, text=TEXT, language_model=None, **options):
-    """Returns what the model answers without a document."""
+    """Returns the answer of the model without a document."""
     messages = [{"role": "user", "content": f"{text}\n\n{question}"}]
     return (language_model or llm()).generate(messages, EXACT, max_new_tokens=12, **options)
 
@@ -83,7 +83,7 @@ def test_a_document_with_a_full_cache_answers_as_its_conversation():
 def test_windows_slide_over_document_and_answer(windows):
     """Also when the answer is longer than the window."""
     language_model = tiny.make_lively_llm(windows=windows)
-    document = language_model.cache(EXACT).read(TEXT, max_new_tokens=64)
+    document = language_model.cache(EXACT).read(TEXT, max_new_tokens=96)
     messages = [{"role": "user", "content": f"{TEXT}\n\nWho?"}]
     expected = language_model.generate(messages, EXACT, max_new_tokens=40)
     assert document.ask(["Who?", "Why?"], max_new_tokens=40)[0] == expected
@@ -91,14 +91,14 @@ def test_windows_slide_over_document_and_answer(windows):
 
 @pytest.mark.parametrize("kv_dtype", ["int8", ("int8", "int4")])
 def test_quantized_documents(kv_dtype):
-    document = llm().cache("snapkv:window_size=8,compact_every=8", 80, kv_dtype=kv_dtype).read(TEXT, max_new_tokens=64)
+    document = llm().cache("snapkv:window_size=8,compact_every=8", 80, kv_dtype=kv_dtype).read(TEXT, max_new_tokens=96)
     assert document.cache_bytes < 0.5 * read("snapkv").cache_bytes * 2
     answers = document.ask(QUESTIONS, max_new_tokens=12)
     assert answers == [document.ask(question, max_new_tokens=12) for question in QUESTIONS]
 
 
 def test_a_streamed_document_answers_as_its_conversation():
-    document = llm().cache(EXACT).read(TEXT, max_new_tokens=64, streaming=True)
+    document = llm().cache(EXACT).read(TEXT, max_new_tokens=96, streaming=True)
     assert document.ask(QUESTIONS[1], max_new_tokens=12) == ask_in_chat(QUESTIONS[1])
     with pytest.raises(ValueError, match="compresses entire prompts"):
         llm().cache(SNAPKV).read(TEXT, streaming=True)
@@ -136,7 +136,7 @@ def test_stop_strings_finish_answers():
 
 def test_documents_that_are_read_together_equal_documents_alone():
     caches = [llm().cache(POLICIES[name]) for name in ("exact", "snapkv", "kvzip")]
-    documents = read_together(caches, TEXT, max_new_tokens=64)
+    documents = read_together(caches, TEXT, max_new_tokens=96)
     for document, name in zip(documents, ("exact", "snapkv", "kvzip"), strict=True):
         jax.tree.map(np.testing.assert_array_equal, document.texts, read(name).texts)
         np.testing.assert_array_equal(document.logits, read(name).logits)
@@ -185,7 +185,7 @@ def test_twelve_questions_hold_twelve_tails_and_one_text():
 def test_further_questions_compile_nothing():
     document = read("snapkv")
     document.ask(QUESTIONS[:2], max_new_tokens=10)
-    other = llm().cache(POLICIES["snapkv"]).read(TEXT[::-1], max_new_tokens=64)
+    other = llm().cache(POLICIES["snapkv"]).read(TEXT[::-1], max_new_tokens=96)
     with count_compilations() as num_compiled:
         for number, question in enumerate(QUESTIONS[1:3]):
             document.ask(
@@ -199,11 +199,11 @@ def test_further_questions_compile_nothing():
 
 
 def test_documents_enter_and_leave_while_others_answer():
-    """Two documents at a time, two rows each; answers equal those of a document alone."""
+    """Two documents at a time, two rows each; every answer is the one of a document alone."""
     cached = llm().cache(POLICIES["snapkv"])
-    sizes = {"max_new_tokens": 64, "max_text_tokens": 200}
+    sizes = {"max_new_tokens": 96, "max_text_tokens": 200}
     documents = [cached.read(text, **sizes) for text in (TEXT, TEXT[::-1], TEXT[20:120], "A short text.")]
-    engine = cached.engine(rows=2, documents=2, max_prompt_tokens=200, max_new_tokens=64, max_prefill_steps=2)
+    engine = cached.engine(rows=2, documents=2, max_prompt_tokens=200, max_new_tokens=96, max_prefill_steps=2)
     expected, answers, reasons = {}, {}, {}
 
     def add(number, question, new):
@@ -254,8 +254,8 @@ def test_a_failing_question_does_not_stop_the_others():
 
 def test_documents_of_other_options_are_refused_by_name():
     cached = llm().cache("snapkv:window_size=8,compact_every=8", "25%")
-    engine = cached.engine(rows=1, documents=2, max_prompt_tokens=200, max_new_tokens=64)
-    sizes = {"max_new_tokens": 64, "max_text_tokens": 200}
+    engine = cached.engine(rows=1, documents=2, max_prompt_tokens=200, max_new_tokens=96)
+    sizes = {"max_new_tokens": 96, "max_text_tokens": 200}
     fitting = cached.read("A text.", **sizes)
     fitting_number = engine.add([1], fitting, max_new_tokens=2)
 
@@ -272,8 +272,8 @@ def test_documents_of_other_options_are_refused_by_name():
         llm().cache("snapkv:window_size=8,compact_every=8", "25%", kv_dtype="int8").read("A text.", **sizes),
         "has kv_dtype='int8', the engine None",
     )
-    refused(cached.read("A text.", max_new_tokens=64), "has max_prompt_tokens=16, the engine 224")
-    refused(cached.read("A text.", max_new_tokens=80, max_text_tokens=200), "has context_tokens=")
+    refused(cached.read("A text.", max_new_tokens=96), "has max_prompt_tokens=16, the engine 224")
+    refused(cached.read("A text.", max_new_tokens=120, max_text_tokens=200), "has context_tokens=")
     other = LanguageModel(tiny.make_llm(tiny.TEMPLATE).model, llm().tokenizer)
     refused(
         other.cache("snapkv:window_size=8,compact_every=8", "25%").read("A text.", **sizes), "belongs to another model"
@@ -322,7 +322,7 @@ def test_context_and_question_are_the_rendered_conversation(template, text):
 @pytest.mark.parametrize("template", [TRIMMING, WITH_SYSTEM], ids=["trimming", "system"])
 def test_questions_in_templates_are_answered_as_their_conversation(template):
     language_model = with_template(template)
-    document = language_model.cache(EXACT).read(TEXT, max_new_tokens=64)
+    document = language_model.cache(EXACT).read(TEXT, max_new_tokens=96)
     for question in QUESTIONS[:2]:
         expected = ask_in_chat(question, language_model=language_model)
         assert document.ask(question, max_new_tokens=12) == expected
@@ -361,10 +361,10 @@ def test_a_document_may_be_a_conversation():
         {"role": "user", "content": TEXT},
         {"role": "assistant", "content": "I read it."},
     ]
-    document = llm().cache(EXACT).read(messages, max_new_tokens=64)
+    document = llm().cache(EXACT).read(messages, max_new_tokens=96)
     expected = llm().generate([*messages, {"role": "user", "content": "Who?"}], EXACT, max_new_tokens=8)
     assert document.ask("Who?", max_new_tokens=8) == expected
-    document = llm().cache(EXACT).read(messages[:2], max_new_tokens=64)
+    document = llm().cache(EXACT).read(messages[:2], max_new_tokens=96)
     last = {"role": "user", "content": f"{TEXT} Who?"}
     expected = llm().generate([messages[0], last], EXACT, max_new_tokens=8)
     assert document.ask("Who?", separator=" ", max_new_tokens=8) == expected
@@ -375,7 +375,7 @@ def test_the_start_of_an_answer_is_not_part_of_it():
     text = llm().tokenizer.render_chat([{"role": "user", "content": f"{TEXT}\n\nWho?"}]) + "It was"
     tokens = llm().tokenizer.encode_continuation(text, context=())
     assert [*document.tokens, *document.encode("Who?", answer_start="It was")] == tokens
-    plain = llm().cache(EXACT).read(tokens, max_new_tokens=64)
+    plain = llm().cache(EXACT).read(tokens, max_new_tokens=96)
     expected = plain.generate("", max_new_tokens=8)
     assert document.ask("Who?", answer_start="It was", max_new_tokens=8) == expected
 
@@ -396,7 +396,7 @@ def test_texts_continue_a_plain_document(name):
 
 def test_a_document_may_be_token_ids():
     tokens = llm().encode(TEXT)
-    document = llm().cache(EXACT).read(tokens, max_new_tokens=64)
+    document = llm().cache(EXACT).read(tokens, max_new_tokens=96)
     assert document.generate(" The", max_new_tokens=8) == read(chat=False).generate(" The", max_new_tokens=8)
 
 
@@ -437,20 +437,20 @@ def test_invalid_questions_are_refused():
         ([], ValueError, "the list of questions is empty"),
         ([{"role": "assistant", "content": "x"}], ValueError, "has role='assistant'; it must be the user's"),
         ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], TypeError, "begins must be a text, got list"),
-        ("x" * 60, ValueError, r"a question of \d+ tokens leaves no capacity for an answer: .*max_new_tokens=64"),
+        ("x" * 100, ValueError, r"a question of \d+ tokens leaves no capacity for an answer: .*max_new_tokens=96"),
     ):
         with pytest.raises(error, match=message):
             document.ask(question)
     for number in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match=f"max_new_tokens={number} must be"):
             document.ask("Who?", max_new_tokens=number)
-    with pytest.raises(ValueError, match="exceed the capacity max_new_tokens=64 that the document was read with"):
+    with pytest.raises(ValueError, match="exceed the capacity max_new_tokens=96 that the document was read with"):
         document.ask("Who?", max_new_tokens=500)
     with pytest.raises(ValueError, match="temperature=-1"):
         document.ask("Who?", temperature=-1)
     with pytest.raises(TypeError, match="warmth"):
         document.ask("Who?", warmth=1.0)
-    assert len(document.ask("Who?")) == 64 - len(document.encode("Who?"))
+    assert len(document.ask("Who?")) == 96 - len(document.encode("Who?"))
 
 
 def test_invalid_options_of_reading_are_refused():

@@ -390,7 +390,16 @@ def test_rows_from_bytes():
             cache.engine(rows=rows, **sizes)
 
 
-@pytest.mark.parametrize("name", ["max_prefill_steps", "stream_interval"])
-def test_invalid_steps_are_refused(name):
-    with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
-        make_engine(**{name: 0})
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_prefill_steps", 0),
+        ("stream_interval", 0),
+        ("max_new_tokens", 0),
+        ("max_prompt_tokens", 1.5),
+        ("documents", -1),
+    ],
+)
+def test_invalid_sizes_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value} must be"):
+        make_engine(**{name: value})

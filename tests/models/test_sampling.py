@@ -156,7 +156,7 @@ MIXED = (
 
 
 def test_rows_do_not_depend_on_the_parameters_of_others():
-    """One program serves all parameters; each row has the result that it has alone and beside any others."""
+    """One program serves all parameters; each row has the same result alone and with any others."""
     vocab_size, batch = 50, len(MIXED)
     logits = 2 * jax.random.normal(jax.random.key(1), (batch, vocab_size))
     keys = jax.random.split(jax.random.key(2), batch)

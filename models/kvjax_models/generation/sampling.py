@@ -42,8 +42,8 @@ class Sampling:
             or the answer (Keskar et al. 2019); 1: none.
         presence_penalty: subtracted from the logits of tokens that occur in the answer, -2 to 2.
         frequency_penalty: subtracted for every occurrence in the answer, -2 to 2.
-        logprobs: number of most likely tokens, up to 20, whose log-probabilities are returned with that of each new
-            token, before penalties and temperature; None: no log-probabilities.
+        logprobs: number of most likely tokens, up to 20, whose log-probabilities are returned with each new token,
+            before penalties and temperature; None: no log-probabilities.
     """
 
     temperature: float = 0.0
@@ -77,7 +77,7 @@ class Sampling:
                 )
         if not (is_number(self.repetition_penalty) and self.repetition_penalty > 0):
             raise ValueError(
-                f"repetition_penalty={shorten(self.repetition_penalty)} must be greater than 0; 1 is no penalty"
+                f"repetition_penalty={shorten(self.repetition_penalty)} must be greater than 0; 1 disables it"
             )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
@@ -247,7 +247,7 @@ def _draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], sampling: RowSampl
 
 
 def _keep_most_likely(scaled: Float[Array, "B V"], sampling: RowSampling) -> Float[Array, "B V"]:
-    """Replaces all logits by -inf but those that top_k, top_p and min_p keep; each keeps the n most likely tokens."""
+    """Replaces the logits that top_k, top_p or min_p excludes by -inf; each keeps the n most likely tokens."""
     ordered = -jnp.sort(-scaled, axis=-1)
     rank = jnp.arange(scaled.shape[1])
     top_k = jnp.where(sampling.top_k > 0, sampling.top_k, scaled.shape[1])[:, None]
