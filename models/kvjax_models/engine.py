@@ -248,9 +248,10 @@ class Engine:
         before = 0 if document is None else document.num_tokens
         self.generator.check_context(before + len(tokens) + limit)
         check_seed(seed)
-        number, self._next_number = self._next_number, self._next_number + 1
-        self._waiting.append(Request(number, tokens, document, sampling, check_stop(stop), limit, seed))
-        return number
+        request = Request(self._next_number, tokens, document, sampling, check_stop(stop), limit, seed)
+        self._next_number += 1
+        self._waiting.append(request)
+        return request.number
 
     def _capacity(self, document: "Document | None") -> int:
         """Returns how many tokens of prompt and answer a row holds."""

@@ -194,7 +194,7 @@ def test_a_stop_string_may_span_blocks():
         for interval in (None, 1):
             some_engine = make_engine(stream_interval=interval)
             some_engine.add(prompts()[1], stop=["absent", stop])
-            other = some_engine.add(prompts()[1], stop="absent")
+            other = some_engine.add(prompts()[1], stop="absent", max_new_tokens=24)
             rows, texts, reasons = collect(some_engine)
             assert texts[0] == text[:position] and reasons[0] == "stop"
             assert rows[0] == tokens[: position + len(stop)]
@@ -275,7 +275,7 @@ def test_an_invalid_token_is_an_error_of_its_request():
     outputs = list(some_engine.run())
     [failed] = [output for output in outputs if output.error is not None]
     assert failed.number == 0 and failed.finish_reason == "error"
-    assert "token ids must be between 0 and 97, got 98 to 98" in failed.error
+    assert "token ids must be between 0 and 97" in failed.error
     rows = {}
     for output in outputs:
         rows.setdefault(output.number, []).extend(output.tokens)

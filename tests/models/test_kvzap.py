@@ -181,7 +181,7 @@ def test_a_profile_without_a_scorer_is_measured_again(monkeypatch):
     np.testing.assert_array_equal(found.head_needs, quick.head_needs)
     monkeypatch.setattr(profile, "measure", None)
     assert llm.generate("Some text of a few more words.", "kvzap", 32, max_new_tokens=8) is not None
-    document = llm.cache("kvzap:heads=auto", 32, kv_dtype="int8").read("Some text of a few more words.")
+    document = llm.cache("kvzap:heads=auto", 32, kv_dtype="int8").read(4 * "Some text of a few more words. ")
     np.testing.assert_array_equal(document.generator.scorer, found.scorer)
     # The scorer of a profile that is passed takes precedence.
     other = dataclasses.replace(found, scorer=2 * found.scorer)
