@@ -232,11 +232,6 @@ class Engine:
             tokens = document.encode(cast(Prompt, prompt))
         capacity = self._capacity(document) - len(tokens)
         limit = max(capacity, 1) if max_new_tokens is None else check_integer("max_new_tokens", max_new_tokens, 1)
-        if capacity < limit:
-            raise ValueError(
-                f"{len(tokens)} tokens of the prompt and max_new_tokens={limit} exceed the "
-                f"{capacity + len(tokens)} tokens that the caches have capacity for"
-            )
         if document is None:
             if not len(tokens):
                 raise ValueError("the prompt is empty; it must have at least one token")
@@ -245,6 +240,11 @@ class Engine:
                     f"{len(tokens)} tokens exceed max_prompt_tokens={self.generator.max_prompt_tokens}; shorten the "
                     "prompt or pass a larger number"
                 )
+        if capacity < limit:
+            raise ValueError(
+                f"{len(tokens)} tokens of the prompt and max_new_tokens={limit} exceed the "
+                f"{capacity + len(tokens)} tokens that the caches have capacity for"
+            )
         before = 0 if document is None else document.num_tokens
         self.generator.check_context(before + len(tokens) + limit)
         check_seed(seed)

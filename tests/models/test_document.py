@@ -57,15 +57,15 @@ def ask_in_chat(question, text=TEXT, language_model=None, **options):
 
 @pytest.mark.parametrize("name", each(POLICIES, quick=("exact", "snapkv", "chelsea", "head_budgets")))
 def test_answers_equal_those_of_a_question_alone(name):
-    """Greedy and sampled, of several questions, and of more questions than another time."""
+    """Greedy and sampled."""
     document = read(name)
     together = document.ask(QUESTIONS, max_new_tokens=12)
     assert together == [document.ask(question, max_new_tokens=12) for question in QUESTIONS]
-    assert len(set(together)) > 1 and {len(answer) for answer in together} == {12}
+    assert len(set(together)) == len(QUESTIONS)
     options = {"max_new_tokens": 12, "temperature": 1.0, "repetition_penalty": 1.3}
     sampled = document.ask(QUESTIONS, seed=3, **options)
     assert sampled == [document.ask(question, seed=3 + number, **options) for number, question in enumerate(QUESTIONS)]
-    assert sampled[1:3] == document.ask(QUESTIONS[1:3], seed=4, **options) != together[1:3]
+    assert sampled != together
 
 
 def test_a_document_with_a_full_cache_answers_as_its_conversation():
@@ -89,7 +89,7 @@ def test_windows_slide_over_document_and_answer(windows):
     assert document.ask(["Who?", "Why?"], max_new_tokens=40)[0] == expected
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", ("int8", "int4")])
+@pytest.mark.parametrize("kv_dtype", ["int8", ("int4", "int2")])
 def test_quantized_documents(kv_dtype):
     document = llm().cache("snapkv:window_size=8,compact_every=8", 80, kv_dtype=kv_dtype).read(TEXT, max_new_tokens=96)
     assert document.cache_bytes < 0.5 * read("snapkv").cache_bytes * 2

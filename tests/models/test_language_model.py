@@ -28,10 +28,11 @@ def llm():
 
 
 def test_text_equals_the_generators_tokens(llm):
-    prompts = [llm.tokenizer.encode(text) for text in (TEXT, TEXT[9:])]
-    policy = kvjax.Uniform(128, recent=32)
-    rows, _ = generate(llm.model, policy, prompts, max_new_tokens=12, eos=llm.tokenizer.eos_ids)
-    expected = [llm.tokenizer.decode(row) for row in rows]
+    policy, expected = kvjax.Uniform(128, recent=32), []
+    for seed, text in enumerate((TEXT, TEXT[9:])):
+        prompts, options = [llm.tokenizer.encode(text)], {"seed": seed, "eos": llm.tokenizer.eos_ids}
+        [row], _ = generate(llm.model, policy, prompts, max_new_tokens=12, **options)
+        expected.append(llm.tokenizer.decode(row))
     for arguments in ((policy,), ("uniform:recent=32", 128), ("uniform:recent=32@128",)):
         assert llm.generate([TEXT, TEXT[9:]], *arguments, max_new_tokens=12) == expected
 
