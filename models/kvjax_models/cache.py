@@ -354,8 +354,9 @@ class CachedModel:
     def tails(self, max_text_tokens: int, max_new_tokens: int, context_tokens: int = 0) -> Generator:
         """Returns sizes and policies of the tokens after a document's text.
 
-        A tail holds all its tokens in the document's format, up to `EXACT_TAIL_TOKENS`; a longer one has as many slots
-        and compresses them with the document's policy, if that can compress tokens while they come.
+        A tail holds all its tokens in the document's format, up to `EXACT_TAIL_TOKENS`. A longer one has as many slots,
+        or the budget of a policy that has one, and compresses them with the document's policy, if that can compress
+        tokens while they come.
 
         Args:
             max_text_tokens: length of the text, rounded up as `document_generator` does.
@@ -369,7 +370,8 @@ class CachedModel:
         policy: Policy = kvjax.Exact(compact_every=min(_TAIL_BLOCK, max_new_tokens))
         kv_dtype = self._resolve(max_text_tokens, 0, compile_cache.length_bucket(max_text_tokens)[0])[2]
         if max_new_tokens > EXACT_TAIL_TOKENS:
-            streamed = dataclasses.replace(self, budget=EXACT_TAIL_TOKENS)
+            # Without a budget here, the policy has one.
+            streamed = self if self.budget is None else dataclasses.replace(self, budget=EXACT_TAIL_TOKENS)
             policy = streamed.generator(max_prompt_tokens=1, max_new_tokens=max_new_tokens, streaming=True).policies[0]
         return Generator(
             self.llm.model,

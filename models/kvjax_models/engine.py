@@ -224,6 +224,8 @@ class Engine:
             ValueError: if an argument is invalid, the sequence is too long, or the document does not fit.
             TypeError: if the prompt has another type.
         """
+        if template_options and (document is not None or is_tokens(prompt)):
+            raise ValueError("template_options apply to conversations only, and those of a document to its text")
         if is_tokens(prompt):
             tokens: Sequence[int] = prompt
         elif document is None:

@@ -73,11 +73,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, template_options: Templa
 
 def is_tokens(value: object) -> TypeGuard[Sequence[int]]:
     """Returns whether a value is a list of token ids."""
-    return (
-        isinstance(value, Sequence)
-        and not isinstance(value, str)
-        and all(isinstance(one, int | np.integer) for one in value)
-    )
+    return isinstance(value, list | tuple | np.ndarray) and all(isinstance(one, int | np.integer) for one in value)
 
 
 # Marks the end of a text in a rendered chat template; printable, so that templates neither trim nor escape it.

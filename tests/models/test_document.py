@@ -16,7 +16,7 @@ from tests.models import tiny
 from tests.models.support import count_compilations, key_data
 
 PERIOD = 8
-TEXT = "".join(f"Line {number}: the code is {7315 + 11 * number}.\n" for number in range(6))  # 162 tokens
+TEXT = "".join(f"Line {number}: the code is {7315 + 11 * number}.\n" for number in range(6))
 QUESTIONS = ["Who?", "Which code is in line 3?", "Why", "What is the last line of the text, please?"]
 EXACT = kvjax.Exact(compact_every=PERIOD)
 SNAPKV = kvjax.SnapKV(40, window_size=8, compact_every=PERIOD)
@@ -182,16 +182,15 @@ def test_twelve_questions_hold_twelve_tails_and_one_text():
     assert all(a is b for a, b in zip(jax.tree.leaves(engine._texts), jax.tree.leaves(document.texts), strict=True))
 
 
-def test_further_questions_compile_nothing():
+def test_similar_questions_compile_nothing():
+    """For any document of the same size, with any sampling."""
     document = read("snapkv")
-    document.ask(QUESTIONS[:2], max_new_tokens=10)
+    document.ask(["Which code is in line 3?", "Who?"], max_new_tokens=10)
     other = llm().cache(POLICIES["snapkv"]).read(TEXT[::-1], max_new_tokens=96)
     with count_compilations() as num_compiled:
-        for number, question in enumerate(QUESTIONS[1:3]):
-            document.ask(
-                [question, "How?"], max_new_tokens=10 + number, stop="x", temperature=0.3 * number, seed=number
-            )
-        other.ask(["Where?", "x"], max_new_tokens=9, top_k=3)
+        for number, question in enumerate(("Which code is in line 4?", "Which code is in line 12")):
+            document.ask([question, "How?"], max_new_tokens=11, stop="x", temperature=0.3 * number, seed=number)
+        other.ask(["Where are the letters?", "x"], max_new_tokens=12, top_k=3)
     assert num_compiled() == 0
 
 
@@ -253,7 +252,7 @@ def test_a_failing_question_does_not_stop_the_others():
 
 
 def test_documents_of_other_options_are_refused_by_name():
-    cached = llm().cache("snapkv:window_size=8,compact_every=8", "25%")
+    cached = llm().cache("snapkv:window_size=8,compact_every=8", 24)
     engine = cached.engine(rows=1, documents=2, max_prompt_tokens=200, max_new_tokens=96)
     sizes = {"max_new_tokens": 96, "max_text_tokens": 200}
     fitting = cached.read("A text.", **sizes)
@@ -264,19 +263,19 @@ def test_documents_of_other_options_are_refused_by_name():
             engine.add([1], document)
 
     refused(
-        llm().cache("streaming_llm", "25%").read("A text.", **sizes),
+        llm().cache("streaming_llm:compact_every=8", 24).read("A text.", **sizes),
         r"has policy=StreamingLLM\(.*, the engine SnapKV\(",
     )
-    refused(llm().cache("snapkv:window_size=8,compact_every=8", "50%").read("A text.", **sizes), "has policy=SnapKV")
+    refused(llm().cache("snapkv:window_size=8,compact_every=8", 40).read("A text.", **sizes), "has policy=SnapKV")
     refused(
-        llm().cache("snapkv:window_size=8,compact_every=8", "25%", kv_dtype="int8").read("A text.", **sizes),
+        llm().cache("snapkv:window_size=8,compact_every=8", 24, kv_dtype="int8").read("A text.", **sizes),
         "has kv_dtype='int8', the engine None",
     )
     refused(cached.read("A text.", max_new_tokens=96), "has max_prompt_tokens=16, the engine 224")
     refused(cached.read("A text.", max_new_tokens=120, max_text_tokens=200), "has context_tokens=")
     other = LanguageModel(tiny.make_llm(tiny.TEMPLATE).model, llm().tokenizer)
     refused(
-        other.cache("snapkv:window_size=8,compact_every=8", "25%").read("A text.", **sizes), "belongs to another model"
+        other.cache("snapkv:window_size=8,compact_every=8", 24).read("A text.", **sizes), "belongs to another model"
     )
     with pytest.raises(ValueError, match="exceed the capacity max_new_tokens=16 that the document was read with"):
         engine.add([1], cached.read("A text.", max_new_tokens=16, max_text_tokens=200))
@@ -298,7 +297,7 @@ SYSTEM_OF_QUESTION = (
     START + "{% if messages[-1].content | length > 40 %}[system] Be brief.\n{% endif %}" + tiny.TEMPLATE
 )
 REPEATING = START + "{{ messages[-1].content }}\n" + tiny.TEMPLATE
-UPPER = START + tiny.TEMPLATE.replace("message.content", "message.content | upper")
+LOWER = START + tiny.TEMPLATE.replace("message.content", "message.content | lower")
 
 
 def with_template(template):
@@ -329,7 +328,7 @@ def test_questions_in_templates_are_answered_as_their_conversation(template):
 
 
 def test_templates_that_cannot_be_split_are_refused():
-    for template in (REPEATING, UPPER):
+    for template in (REPEATING, LOWER):
         with pytest.raises(ValueError, match="cannot be split after the text: it does not write the content of a mess"):
             with_template(template).cache(EXACT).read(TEXT)
     document = with_template(SYSTEM_OF_QUESTION).cache(EXACT).read("Text.")
@@ -470,5 +469,5 @@ def test_invalid_options_of_reading_are_refused():
 
 def test_reprs_are_short():
     document = read("snapkv")
-    for value, start in ((document, "Document(169 tokens, "), (document.cache, "cache(policy=SnapKV(")):
+    for value, start in ((document, "Document(163 tokens, "), (document.cache, "cache(policy=SnapKV(")):
         assert repr(value).startswith(start) and len(repr(value)) < 400, repr(value)

@@ -181,12 +181,12 @@ def test_rows_do_not_depend_on_the_parameters_of_others():
 
 def test_rows_without_restrictions_keep_all_tokens_beside_restricted_rows():
     """In float32 the probabilities of the first tokens may sum to 1 or more before the last ones."""
-    logits = np.sort(np.random.default_rng(0).normal(size=50_000).astype(np.float32) * 4)[::-1]
-    probabilities = jax.nn.softmax(jnp.asarray(logits))
-    assert (jnp.cumsum(probabilities) - probabilities >= 1).any()
-    rows = make_rows(Sampling(1.0), Sampling(1.0, top_k=2), vocab_size=logits.size)
-    kept = jnp.isfinite(jax.jit(_keep_most_likely)(jnp.tile(logits, (2, 1)), rows)).sum(axis=1)
-    assert kept.tolist() == [logits.size, 2]
+    logits = 4 * np.random.default_rng(0).normal(size=(16, 5000)).astype(np.float32)
+    probabilities = -jnp.sort(-jax.nn.softmax(jnp.asarray(logits)))
+    assert (jnp.cumsum(probabilities, axis=1) - probabilities >= 1).any()
+    rows = make_rows(*[Sampling(1.0)] * 15, Sampling(1.0, top_k=2), vocab_size=5000)
+    kept = jnp.isfinite(jax.jit(_keep_most_likely)(logits, rows)).sum(axis=1)
+    assert kept.tolist() == [5000] * 15 + [2]
 
 
 def test_log_probabilities_are_those_of_the_model():
