@@ -27,23 +27,23 @@ from kvjax.distributed.sharding import check_axes, per_device, shardings
 from kvjax.jax_flags import with_default_flags
 from kvjax.partials import Partials, normalize
 from kvjax.policy import Policy, Prompt, RepeatedPrompt, S
-from kvjax.segment import BlockStoreRead, Segment, array_bytes
+from kvjax.segment import BlockStoreRead, Segment
 from kvjax.shared import staging as stagings
 from kvjax.shared.attention_scores import AttentionScores
 from kvjax.shared.staging import Counters, Staging, init_staging
 from kvjax.sliding_window import SlidingWindow
 from kvjax.spec import MAX_TOKENS, CacheSpec, check_dtype, check_queries, check_sink_logits, check_tokens, is_concrete
 from kvjax.state import cache_bytes, count_row_faults, fault, state, static
+from pallas_kernels.quantized_array import array_bytes
 
 
 @state
-class Cache(Generic[S]):
-    """The cache of one layer, for a batch of rows. `init` makes one.
+class LayerCache(Generic[S]):
+    """A cache of one layer without token counters, which layers that receive the same tokens may share.
 
     Attributes:
         state: the policy's state; keys and values are quantized if `CacheSpec.kv_dtype` is set.
         staging: tokens appended since the last compaction.
-        counters: number of tokens of every row.
         reused: fault counter of invalid calls of `prefill`.
         policy_faults: nonzero fault counters in the policy's state, after the last prefill or compaction.
         policy: policy of this layer.
@@ -53,7 +53,6 @@ class Cache(Generic[S]):
 
     state: S
     staging: Staging
-    counters: Counters
     reused: Int[Array, "B"] = fault("prefill was called on a cache with tokens, or with more than max_prompt_tokens")
     not_finite: Int[Array, "B"] = fault(
         "tokens had keys or values that are NaN or infinite in the cache's dtype, or such an attention output"
@@ -73,10 +72,23 @@ class Cache(Generic[S]):
             size = "no arrays"
         dtype = spec.kv_dtype or jnp.dtype(spec.dtype).name
         return (
-            f"Cache({self.policy},\n"
+            f"{type(self).__name__}({self.policy},\n"
             f"      batch={batch}, kv_heads={spec.kv_heads}, head_dim={spec.head_dim}, dtype={dtype},\n"
             f"      max_prompt_tokens={spec.max_prompt_tokens}, max_new_tokens={spec.max_new_tokens}: {size})"
         )
+
+
+@state
+class Cache(LayerCache[S]):
+    """The cache of one layer, for a batch of rows. `init` makes one.
+
+    Attributes:
+        counters: number of tokens of every row.
+    """
+
+    counters: Counters
+
+    __repr__ = LayerCache.__repr__  # which a dataclass would replace
 
 
 @with_default_flags
@@ -374,24 +386,32 @@ def num_tokens(cache: Cache) -> Int[Array, "B"]:
     return cache.counters.total
 
 
-def with_counters(cache: Cache[S], counters: Counters | None) -> Cache[S]:
-    """Returns the cache with other counters.
+def split_counters(cache: Cache[S]) -> tuple[LayerCache[S], Counters]:
+    """Returns the cache without its counters, and the counters.
 
     Layers that receive the same tokens and compact together can share one set of counters, which a loop over decode
     steps then updates once per step instead of once per layer.
 
     Args:
         cache: the cache.
-        counters: the new counters. None removes them; of this module's functions, only `read_bytes` works without.
-
-    Returns:
-        The cache.
     """
-    return dataclasses.replace(cache, counters=cast(Counters, counters))
+    fields = {field.name: getattr(cache, field.name) for field in dataclasses.fields(LayerCache)}
+    return LayerCache(**fields), cache.counters
+
+
+def with_counters(cache: LayerCache[S], counters: Counters) -> Cache[S]:
+    """Returns the cache of a layer with counters.
+
+    Args:
+        cache: the cache; its counters, if it has any, are replaced.
+        counters: the counters.
+    """
+    fields = {field.name: getattr(cache, field.name) for field in dataclasses.fields(LayerCache)}
+    return Cache(**fields, counters=counters)
 
 
 @with_default_flags
-def read_bytes(cache: Cache) -> int:
+def read_bytes(cache: LayerCache) -> int:
     """Returns the bytes of the cache that one decode step reads, computed from shapes and dtypes.
 
     They include segments, the index and the selected blocks of a retrieval policy, and attention scores.
@@ -415,16 +435,16 @@ def read_bytes(cache: Cache) -> int:
     return _read_bytes(cache, cache.staging.keys.shape[1])
 
 
-def _read_bytes(cache: Cache, kv_heads: int) -> int:
+def _read_bytes(cache: LayerCache, kv_heads: int) -> int:
     """Counts the bytes of segments, of selected blocks and of attention scores."""
     sizes: list[int] = []
 
-    def count(cache: Cache) -> None:
+    def count(cache: LayerCache) -> None:
         """Adds the bytes that one step reads of `cache` to `sizes`; called on abstract arrays."""
         spec, shape = cache.spec, cache.staging.keys.shape
-        if cache.counters is None:
+        if not isinstance(cache, Cache):
             _, counters = init_staging(dataclasses.replace(spec, batch=shape[0]), cast(int, spec.staging_slots))
-            cache = dataclasses.replace(cache, counters=counters)
+            cache = with_counters(cache, counters)
         if cache.policy.requires.attention_stats:
             sizes.append(_score_bytes(cache.state))
         # Without the indices of heads, a few bytes that are no part of a store.

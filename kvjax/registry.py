@@ -12,72 +12,20 @@ from kvjax.combinators.by_layer import FirstLayers
 from kvjax.combinators.head_budgets import HeadBudgets, Shares, load_shares
 from kvjax.combinators.host_memory import HostMemory
 from kvjax.messages import did_you_mean, shorten
-from kvjax.methods.attention_matching.attention_matching import AttentionMatching
-from kvjax.methods.balancekv.balancekv import BalanceKV
-from kvjax.methods.balancekv.balancekv_theory import BalanceKVTheory
-from kvjax.methods.cam import CaM
-from kvjax.methods.chelsea.chelsea import Chelsea
-from kvjax.methods.clustergen.clustergen import ClusterGen
-from kvjax.methods.clusterkv.clusterkv import ClusterKV
-from kvjax.methods.clusterkv.clusterkv_residual import ClusterKVResidual
+from kvjax.methods import table
 from kvjax.methods.exact.exact import Exact
-from kvjax.methods.h2o import H2O
-from kvjax.methods.infinigen.infinigen import InfiniGen
-from kvjax.methods.quest import Quest
-from kvjax.methods.streaming_llm import StreamingLLM
-from kvjax.methods.subgen.subgen import SubGen
-from kvjax.methods.subgen.subgen_mean import SubGenMean
-from kvjax.methods.top_k.compactor import Compactor
-from kvjax.methods.top_k.cur import CUR
-from kvjax.methods.top_k.expected_attention import ExpectedAttention
-from kvjax.methods.top_k.keydiff import KeyDiff
-from kvjax.methods.top_k.knorm import Knorm
-from kvjax.methods.top_k.kvgrad import KVgrad
-from kvjax.methods.top_k.kvzap import KVzap
-from kvjax.methods.top_k.kvzip import KVzip
-from kvjax.methods.top_k.lagkv import LagKV
-from kvjax.methods.top_k.leverage_scores import LeverageScores
-from kvjax.methods.top_k.pyramidkv import PyramidKV
-from kvjax.methods.top_k.snapkv import SnapKV
 from kvjax.methods.top_k.top_k_policy import TopKPolicy
-from kvjax.methods.top_k.tova import TOVA
-from kvjax.methods.uniform import Uniform
 from kvjax.policy import Policy, setting_types, type_name
 from kvjax.spec import CacheSpec
 
 PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
 
-POLICIES: dict[str, type[Policy]] = {
-    "exact": Exact,
-    "streaming_llm": StreamingLLM,
-    "uniform": Uniform,
-    "attention_matching": AttentionMatching,
-    "balancekv": BalanceKV,
-    "balancekv_theory": BalanceKVTheory,
-    "cam": CaM,
-    "chelsea": Chelsea,
-    "clustergen": ClusterGen,
-    "clusterkv": ClusterKV,
-    "clusterkv_residual": ClusterKVResidual,
-    "compactor": Compactor,
-    "cur": CUR,
-    "expected_attention": ExpectedAttention,
-    "h2o": H2O,
-    "infinigen": InfiniGen,
-    "keydiff": KeyDiff,
-    "knorm": Knorm,
-    "kvgrad": KVgrad,
-    "kvzap": KVzap,
-    "kvzip": KVzip,
-    "lagkv": LagKV,
-    "leverage_scores": LeverageScores,
-    "pyramidkv": PyramidKV,
-    "quest": Quest,
-    "snapkv": SnapKV,
-    "subgen": SubGen,
-    "subgen_mean": SubGenMean,
-    "tova": TOVA,
+_TABLE: dict[str, type[Policy]] = {
+    policy_class.__module__.rpartition(".")[2]: policy_class
+    for policy_class in vars(table).values()
+    if isinstance(policy_class, type)
 }
+POLICIES = {name: _TABLE[name] for name in ("exact", "streaming_llm", "uniform", *sorted(_TABLE))}
 
 # Algorithms whose guarantees are proven, which pretrained models do not answer with.
 THEORY = ("subgen", "balancekv_theory")

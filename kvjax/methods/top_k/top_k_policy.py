@@ -1,4 +1,15 @@
-"""The base class of policies that keep the highest-scoring tokens of a prompt."""
+"""The base class of policies that keep the highest-scoring tokens of a prompt.
+
+Most published selections differ in one function: the score of a token. Everything else is here, per KV head:
+
+1. The prompt is read exactly. `score` returns a number for every token, from keys, values, queries or a repetition.
+2. Sinks rank first, then the last tokens, then all others by score.
+3. The tokens of the highest ranks are copied into `budget` slots, in the order of rank; the others are dropped.
+4. While decoding, a later token takes a free slot, or else the slot of the token with the lowest rank. Later tokens
+   therefore need no score.
+
+`AdaKV` replaces step 3 by a selection among all heads of a layer, `HeadBudgets` gives every head its number of slots.
+"""
 
 import abc
 import dataclasses

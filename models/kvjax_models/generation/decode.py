@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
-from kvjax.cache import with_counters
+from kvjax.cache import LayerCache, split_counters, with_counters
 from kvjax.shared.staging import Counters
 from kvjax_models.generation.sampling import Sampling, is_finite, sample
 from kvjax_models.generation.state import GenerationState, constrain_state
@@ -231,12 +231,12 @@ def step_layer(
     structure: Any,
     rotary: Rotary,
     parameters: tuple[Array, ...],
-    cache: kvjax.Cache,
+    cache: LayerCache,
     counters: Counters,
     x: Float[Array, "B T W"],
     positions: Int[Array, "B"],
     lengths: Int[Array, "B"],
-) -> tuple[Float[Array, "B T W"], kvjax.Cache, Counters]:
+) -> tuple[Float[Array, "B T W"], LayerCache, Counters]:
     """Appends tokens to one layer's cache and computes the layer.
 
     Args:
@@ -255,7 +255,7 @@ def step_layer(
     layer = jax.tree.unflatten(structure, parameters)
     angles = rotation(rotary, positions[:, None] + jnp.arange(x.shape[1]))
     query, keys, values = layer.project(x, *angles)
-    attended, cache = kvjax.step(
+    attended, stepped = kvjax.step(
         with_counters(cache, counters),
         query,
         keys,
@@ -264,8 +264,8 @@ def step_layer(
         sink_logits=layer.sink_logits,
         compact_when_full=False,
     )
-    x = constrain_to_batch(layer.finish(x, attended), cache.mesh)
-    return x, with_counters(cache, None), cache.counters
+    x = constrain_to_batch(layer.finish(x, attended), stepped.mesh)
+    return x, *split_counters(stepped)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))

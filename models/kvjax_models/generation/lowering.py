@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-import kvjax
+from kvjax.cache import LayerCache
 from kvjax.distributed.sharding import HEADS, ROWS
 from kvjax.shared.staging import Counters
 from kvjax_models.generation.decode import append_program, decode_program
@@ -42,7 +42,7 @@ def lower_decode(
 
 
 def lower_compression(
-    cache: kvjax.Cache, counters: Counters, layer: PrefilledLayer, lengths: Int[Array, "B"]
+    cache: LayerCache, counters: Counters, layer: PrefilledLayer, lengths: Int[Array, "B"]
 ) -> jax.stages.Lowered:
     """Lowers the program that stores a layer's prompts in its empty cache.
 
