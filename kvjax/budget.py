@@ -39,9 +39,6 @@ class Budget:
     def parse(cls, text: str) -> "Budget":
         """Parses "1024" (slots), "25%" (of the bytes of a full bfloat16 cache) or "64MiB" (bytes).
 
-        Args:
-            text: the text.
-
         Returns:
             The budget.
 
@@ -103,7 +100,6 @@ def abstract_cache(policy: Policy, spec: CacheSpec) -> Cache:
     """Returns the cache that `kvjax.init` would make, as shapes and dtypes.
 
     Args:
-        policy: the policy.
         spec: spec of the layer.
 
     Returns:
@@ -116,7 +112,6 @@ def row_bytes(policy: Policy, spec: CacheSpec) -> int:
     """Returns the device bytes that the cache of one row and layer holds.
 
     Args:
-        policy: the policy.
         spec: spec of the layer; its batch size does not matter.
 
     Returns:
@@ -129,7 +124,6 @@ def row_read_bytes(policy: Policy, spec: CacheSpec) -> int:
     """Returns the bytes of one row's cache in one layer that a decode step reads.
 
     Args:
-        policy: the policy.
         spec: spec of the layer; its batch size does not matter.
 
     Returns:

@@ -277,7 +277,6 @@ def attend(
     """Attends to all tokens of a cache, without a causal mask and without updating the policy.
 
     Args:
-        cache: the cache.
         query: queries, whose tokens need not be in the cache.
         sink_logits: logit of an attention sink per query head, as for `step`.
 
@@ -315,7 +314,6 @@ def step(
     """Appends T tokens and returns their causal attention to the cache.
 
     Args:
-        cache: the cache.
         query: queries of the new tokens.
         keys: new keys.
         values: new values.
@@ -355,9 +353,6 @@ def compact(cache: Cache[S]) -> Cache[S]:
     `step` calls it when new tokens do not fit into the staging buffer. It may be called at any time, also without
     staged tokens.
 
-    Args:
-        cache: the cache.
-
     Returns:
         The cache.
 
@@ -377,9 +372,6 @@ def compact(cache: Cache[S]) -> Cache[S]:
 def num_tokens(cache: Cache) -> Int[Array, "B"]:
     """Returns the number of tokens that each row has received, evicted tokens included.
 
-    Args:
-        cache: the cache.
-
     Returns:
         One int32 count per row.
     """
@@ -391,9 +383,6 @@ def split_counters(cache: Cache[S]) -> tuple[LayerCache[S], Counters]:
 
     Layers that receive the same tokens and compact together can share one set of counters, which a loop over decode
     steps then updates once per step instead of once per layer.
-
-    Args:
-        cache: the cache.
     """
     fields = {field.name: getattr(cache, field.name) for field in dataclasses.fields(LayerCache)}
     return LayerCache(**fields), cache.counters
@@ -404,7 +393,6 @@ def with_counters(cache: LayerCache[S], counters: Counters) -> Cache[S]:
 
     Args:
         cache: the cache; its counters, if it has any, are replaced.
-        counters: the counters.
     """
     fields = {field.name: getattr(cache, field.name) for field in dataclasses.fields(LayerCache)}
     return Cache(**fields, counters=counters)

@@ -102,9 +102,6 @@ class Requirements:
 def merge_requirements(policies: Iterable["Policy"]) -> Requirements:
     """Combines the requirements of policies that read the same prompt.
 
-    Args:
-        policies: the policies.
-
     Returns:
         Requirements that satisfy every policy.
 
@@ -275,7 +272,6 @@ class Policy(abc.ABC, Generic[S]):
         """Updates the state from the attention of newly appended tokens.
 
         Args:
-            state: the state.
             stats: attention statistics of the step, one per result of `segments` and in the same order.
 
         Returns:
@@ -288,7 +284,6 @@ class Policy(abc.ABC, Generic[S]):
         """Moves the staged tokens into the state.
 
         Args:
-            state: the state.
             new: up to `compact_every` tokens per row. The state of a row without new tokens must not change.
 
         Returns:

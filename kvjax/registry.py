@@ -94,9 +94,6 @@ class PolicyChoice:
 
         `auto` is the policy that the documentation recommends: SnapKV in all but the retrieving heads.
 
-        Args:
-            text: the text.
-
         Returns:
             The choice.
 
@@ -129,11 +126,7 @@ class PolicyChoice:
         return ("heads", "auto") in self.settings and self.shares is None
 
     def with_shares(self, shares: Shares) -> "PolicyChoice":
-        """Returns the choice with the shares of a model's KV heads for `heads=auto`.
-
-        Args:
-            shares: the shares.
-        """
+        """Returns the choice with the shares of a model's KV heads for `heads=auto`."""
         return dataclasses.replace(self, shares=shares)
 
     def without_profile(self) -> "PolicyChoice":
@@ -292,9 +285,6 @@ def _combine(
 
 def settings_of(policy_class: type[Policy]) -> list[tuple[str, str, str | None]]:
     """Lists the settings of a policy class.
-
-    Args:
-        policy_class: the class.
 
     Returns:
         Name, allowed values and default (None without one) of every setting, as text.

@@ -127,7 +127,6 @@ class ByHead(CombinedPolicies[ByHeadState]):
         """Returns the segments of all policies, each with the indices of its KV heads.
 
         Args:
-            state: the states.
             num_visible_staged: int32 number of staged tokens that each query attends to.
 
         Returns:
@@ -143,7 +142,6 @@ class ByHead(CombinedPolicies[ByHeadState]):
         """Passes each policy the statistics of its segments and of its heads' staged tokens.
 
         Args:
-            state: the states.
             stats: attention statistics of all heads, in the order of `segments`.
 
         Returns:
@@ -163,7 +161,6 @@ class ByHead(CombinedPolicies[ByHeadState]):
         """Moves each policy's heads of the staged tokens into its state.
 
         Args:
-            state: the states.
             new: the staged tokens of all heads.
 
         Returns:

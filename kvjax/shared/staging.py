@@ -105,7 +105,6 @@ def append(
 
     Args:
         staging: the buffer.
-        counters: its counters.
         keys: new keys.
         values: new values.
         lengths: tokens per row; None for T.
@@ -155,7 +154,6 @@ def appended_mask(counters: Counters, tokens: int) -> Bool[Array, "B T"]:
     """Returns which of the newest staging slots hold a token.
 
     Args:
-        counters: the counters.
         tokens: T, number of newest slots.
 
     Returns:
@@ -169,7 +167,6 @@ def staged_segment(staging: Staging, counters: Counters, tokens: int) -> Segment
 
     Args:
         staging: the buffer.
-        counters: its counters.
         tokens: T newest tokens, whose queries see tokens up to their own (causal attention); 1 for queries that see
             everything.
 
@@ -191,7 +188,6 @@ def num_visible_staged(counters: Counters, tokens: int) -> Int[Array, "B #T"]:
     """Counts the staged tokens of its row that each query sees.
 
     Args:
-        counters: the counters.
         tokens: as for `staged_segment`.
 
     Returns:
@@ -213,7 +209,6 @@ def take_staged(staging: Staging, counters: Counters) -> tuple[Tokens, Counters]
 
     Args:
         staging: the buffer.
-        counters: its counters.
 
     Returns:
         The tokens, moved to the first slots of every row, and the counters of an empty buffer.

@@ -132,7 +132,6 @@ class AttentionMatching(TopKPolicy):
 
         Args:
             state: an empty store.
-            prompt: the prompt.
 
         Returns:
             The store.
@@ -259,7 +258,6 @@ def attend_references(
     """Computes the attention of reference queries to an entire prompt, in blocks of queries.
 
     Args:
-        prompt: the prompt.
         queries: queries; the heads of a group take turns.
         valid: which queries exist.
 

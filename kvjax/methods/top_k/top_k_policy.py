@@ -74,9 +74,6 @@ class TopKPolicy(Policy[TopKStore]):
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
         """Scores every token of a prompt for every KV head.
 
-        Args:
-            prompt: the prompt.
-
         Returns:
             Scores, float32; tokens with higher scores are kept. Scores past a row's length are ignored.
         """
@@ -119,9 +116,6 @@ class TopKPolicy(Policy[TopKStore]):
     def rank(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
         """Ranks the tokens of a prompt: sinks first, then recent tokens, then all others by score.
 
-        Args:
-            prompt: the prompt.
-
         Returns:
             float32 numbers, larger for tokens to keep; -inf past a row's length.
         """
@@ -161,7 +155,6 @@ class TopKPolicy(Policy[TopKStore]):
 
         Args:
             state: an empty store.
-            prompt: the prompt.
 
         Returns:
             The store.

@@ -83,7 +83,6 @@ def append(store: TopKStore, new: Tokens, sinks: int) -> TopKStore:
     """Writes later tokens into free slots, then over the tokens of lowest rank.
 
     Args:
-        store: the store.
         new: later tokens.
         sinks: first tokens, which are never overwritten.
 
