@@ -35,7 +35,7 @@ T = TypeVar("T")
 BATCH = "B"
 # The axes that have a meaning, and the other names that axes of states may have.
 _MEANINGFUL_AXES = (BATCH, "H_kv", "H_q", "H", "N")
-_OTHER_AXES = (*"CDGIKMPRSTVWkstw", "CR", "D_v", "bins", "half_D")
+_OTHER_AXES = (*"CDGIKLMPRSTVWkstw", "CR", "D_v", "bins", "half_D")
 _COPY_SALT = 0x464F524B  # folded into the keys of copied rows
 
 
