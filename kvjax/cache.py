@@ -131,7 +131,7 @@ def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Me
     policy = layer_policy(policy, spec)
     slots = min(policy.compact_every, spec.max_new_tokens, spec.staging_slots or policy.compact_every)
     spec = dataclasses.replace(spec, staging_slots=slots, sequence_shards=sequence_shards, head_shards=head_shards)
-    staging, counters = init_staging(spec, slots)
+    staging, counters = init_staging(spec, slots, scored=policy.requires.predicted_scores)
     cache = Cache(
         state=quantization.init_stored(policy.init(spec, row_keys), spec.kv_formats, spec.dtype),
         staging=staging,
@@ -241,6 +241,8 @@ def append(
     keys: Float[Array, "B T H_kv D"],
     values: Float[Array, "B T H_kv D_v"],
     lengths: Int[Array, "B"] | None = None,
+    *,
+    predicted_scores: Float[Array, "B H_kv T"] | None = None,
 ) -> Cache[S]:
     """Appends T tokens to the staging buffer, without attention and without compaction.
 
@@ -249,6 +251,7 @@ def append(
         keys: new keys.
         values: new values.
         lengths: number of tokens of each row, from the first on; None for T in every row.
+        predicted_scores: as for `step`.
 
     Returns:
         The cache.
@@ -267,8 +270,9 @@ def append(
         Array([3], dtype=int32)
     """
     _check_new_tokens(cache, keys, values, lengths)
+    _check_new_scores(cache, predicted_scores, keys)
     _check_free_slots(cache, keys, lengths, compacts=False)
-    return _append(cache, keys, values, lengths)
+    return _append(cache, keys, values, lengths, predicted_scores)
 
 
 def attend(
@@ -309,6 +313,7 @@ def step(
     lengths: Int[Array, "B"] | None = None,
     *,
     sink_logits: Float[Array, "H_q"] | None = None,
+    predicted_scores: Float[Array, "B H_kv T"] | None = None,
     compact_when_full: bool = True,
 ) -> tuple[Float[Array, "B T H_q D_v"], Cache[S]]:
     """Appends T tokens and returns their causal attention to the cache.
@@ -319,6 +324,7 @@ def step(
         values: new values.
         lengths: number of tokens of each row, from the first on; None for T in every row. Finished sequences append 0.
         sink_logits: logit of an attention sink per query head; the sink adds to the softmax denominator only (gpt-oss).
+        predicted_scores: scores of the new tokens, as for `prefill`, if the policy needs them.
         compact_when_full: whether to compact first if the tokens do not fit into the staging buffer. False saves a
             conditional per step in a compiled loop that calls `compact` itself.
 
@@ -343,8 +349,11 @@ def step(
     _check_new_tokens(cache, keys, values, lengths)
     check_queries(cache.spec, cache.staging.keys.shape[0], query, keys.shape[1])
     check_sink_logits(sink_logits, cache.spec.query_heads)
+    _check_new_scores(cache, predicted_scores, keys)
     _check_free_slots(cache, keys, lengths, compacts=compact_when_full)
-    return _step(cache, query, keys, values, lengths, sink_logits, compact_when_full=compact_when_full)
+    return _step(
+        cache, query, keys, values, lengths, sink_logits, predicted_scores, compact_when_full=compact_when_full
+    )
 
 
 def compact(cache: Cache[S]) -> Cache[S]:
@@ -526,8 +535,9 @@ def _append(
     keys: Float[Array, "B T H_kv D"],
     values: Float[Array, "B T H_kv D_v"],
     lengths: Int[Array, "B"] | None,
+    predicted_scores: Float[Array, "B H_kv T"] | None,
 ) -> Cache[S]:
-    return _stage(cache, keys, values, lengths)
+    return _stage(cache, keys, values, lengths, predicted_scores)
 
 
 @per_device
@@ -546,13 +556,15 @@ def _step(
     values: Float[Array, "B T H_kv D_v"],
     lengths: Int[Array, "B"] | None,
     sink_logits: Float[Array, "H_q"] | None,
+    predicted_scores: Float[Array, "B H_kv T"] | None,
     *,
     compact_when_full: bool,
 ) -> tuple[Float[Array, "B T H_q D_v"], Cache[S]]:
     if compact_when_full:
         full = cache.counters.offset + keys.shape[1] > cache.counters.slots
         cache = jax.lax.cond(full, _compact_shard, lambda cache: cache, cache)
-    partials, cache = _attend(_stage(cache, keys, values, lengths), query, sink_logits, causal=True)
+    staged = _stage(cache, keys, values, lengths, predicted_scores)
+    partials, cache = _attend(staged, query, sink_logits, causal=True)
     return normalize(partials), cache
 
 
@@ -580,9 +592,10 @@ def _stage(
     keys: Float[Array, "B T H_kv D"],
     values: Float[Array, "B T H_kv D_v"],
     lengths: Int[Array, "B"] | None,
+    predicted_scores: Float[Array, "B H_kv T"] | None = None,
 ) -> Cache[S]:
     """Appends tokens to the staging buffer and counts those beyond the cache's capacity."""
-    staging, counters = stagings.append(cache.staging, cache.counters, keys, values, lengths)
+    staging, counters = stagings.append(cache.staging, cache.counters, keys, values, lengths, predicted_scores)
     past = jnp.maximum(counters.total - cache.spec.capacity, 0)
     return dataclasses.replace(cache, staging=staging, counters=dataclasses.replace(counters, past=past))
 
@@ -691,6 +704,13 @@ def _check_predicted_scores(scores: Array | None, keys: Array) -> None:
         raise ValueError(
             f"predicted_scores have shape {scores.shape}, expected [B, H_kv, T] = {(batch, kv_heads, tokens)}"
         )
+
+
+def _check_new_scores(cache: Cache, scores: Array | None, keys: Array) -> None:
+    """Raises a ValueError if the policy requires scores of new tokens that are missing or have another shape."""
+    if scores is None and cache.policy.requires.predicted_scores:
+        raise ValueError(f"{cache.policy} requires predicted scores of new tokens; pass predicted_scores")
+    _check_predicted_scores(scores, keys)
 
 
 def _known_num_tokens(cache: Cache) -> Int[np.ndarray, "B"]:

@@ -82,7 +82,8 @@ class Requirements:
     Attributes:
         prompt_queries: number of the prompt's last queries that `prefill` needs, or "all".
         repetition: how the model repeats the prompt for `prefill`; None if the policy needs no repetition.
-        predicted_scores: whether `prefill` needs a score of every token that the model predicts from its hidden state.
+        predicted_scores: whether `prefill`, `step` and `append` need a score of every token, which the model predicts
+            from its hidden state.
         attention_stats: whether `observe` needs the attention probabilities of every step.
         entire_prompt: whether the policy compresses in `prefill` only, so that prompts cannot be streamed through
             `compact`.

@@ -34,7 +34,7 @@ THEORY = ("subgen", "balancekv_theory")
 _COMBINATOR_SETTINGS = ("full_layers", "host_steps", "alpha_safeguard", "heads")
 
 # The policy `auto`, whose settings `kvjax_models` completes for a model and a budget.
-_AUTO = "snapkv:heads=auto"
+_AUTO = "kvzap:heads=auto"
 
 LARGE_BUDGET = 2**20  # slots with which a policy can only be refused for its other settings
 
@@ -92,7 +92,7 @@ class PolicyChoice:
     def parse(cls, text: str) -> "PolicyChoice":
         """Parses `NAME`, `NAME:setting=value,...` and either with `@BUDGET`.
 
-        `auto` is the policy that the documentation recommends: SnapKV in all but the retrieving heads.
+        `auto` is the policy that the documentation recommends: KVzap in all but the retrieving heads.
 
         Returns:
             The choice.

@@ -166,10 +166,13 @@ class ByHead(CombinedPolicies[ByHeadState]):
         Returns:
             The updated states.
         """
-        states = tuple(
-            policy.compact(group, dataclasses.replace(new, keys=new.keys[:, heads], values=new.values[:, heads]))
-            for policy, group, heads in self._each(state)
-        )
+
+        def select(heads: Int[Array, "H"]) -> Tokens:
+            """Returns the tokens of some KV heads."""
+            scores = None if new.scores is None else new.scores[:, heads]
+            return dataclasses.replace(new, keys=new.keys[:, heads], values=new.values[:, heads], scores=scores)
+
+        states = tuple(policy.compact(group, select(heads)) for policy, group, heads in self._each(state))
         return dataclasses.replace(state, groups=states)
 
     def _each(self, state: ByHeadState) -> list[tuple[Policy, Any, Int[Array, "H"]]]:

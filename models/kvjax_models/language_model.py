@@ -343,7 +343,7 @@ class LanguageModel:
             sampling=sampling,
             eos=self.tokenizer.eos_ids,
             allow_beyond_context=allow_beyond_context,
-            scorer=self.scorer(heads) if resolved.requires.predicted_scores and not streaming else None,
+            scorer=self.scorer(heads) if resolved.requires.predicted_scores else None,
         )
 
     def profile(self, *, scorer: bool = False) -> Profile | None:

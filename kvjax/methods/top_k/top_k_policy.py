@@ -175,7 +175,7 @@ class TopKPolicy(Policy[TopKStore]):
         return (top_k_store.store_segment(state),)
 
     def compact(self, state: TopKStore, new: Tokens) -> TopKStore:
-        """Writes later tokens into empty slots, then over the tokens of lowest rank.
+        """Writes later tokens into empty slots, then over the tokens of lowest rank or, if they have scores, score.
 
         Args:
             state: the store.
@@ -184,7 +184,8 @@ class TopKPolicy(Policy[TopKStore]):
         Returns:
             The store.
         """
-        return top_k_store.append(state, new, self.sinks)
+        append = top_k_store.append if state.scores is None else top_k_store.append_scored
+        return append(state, new, self.sinks)
 
 
 def prompt_mask(prompt: Prompt) -> Bool[Array, "B 1 T"]:

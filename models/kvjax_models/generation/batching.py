@@ -209,6 +209,7 @@ class _Rows:
             self.state,
             generator.block_size,
             max_positions,
+            generator.scorer,
         )
         self.state = compact_layers(state)
         self._check()

@@ -7,7 +7,7 @@ layer instead of all, but every call takes a fraction of a millisecond. Both way
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ import kvjax
 from kvjax.cache import LayerCache, split_counters, with_counters
 from kvjax.shared.staging import Counters
 from kvjax_models.generation.sampling import Sampling, is_finite, sample
+from kvjax_models.generation.scorer import predict_log_scores
 from kvjax_models.generation.state import GenerationState, constrain_state
 from kvjax_models.model.llama import Llama
 from kvjax_models.model.rotary import Rotary, rotation
@@ -27,10 +28,16 @@ from kvjax_models.sharding import constrain_replicated, constrain_to_batch, repl
 # Models with fewer layers compile fast, and the calls would be a larger share of a step: 20 to 30% for 8 of width 512.
 MIN_LAYERS = 16
 NO_TOKEN = -1  # in blocks of new tokens, after the end of a finished sequence
+Scorer: TypeAlias = Float[Array, "L W+2 H_kv"]  # `profile.Profile.scorer`
 
 
 def append_block(
-    model: Llama, mesh: Mesh | None, state: GenerationState, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+    model: Llama,
+    mesh: Mesh | None,
+    state: GenerationState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    scorer: Scorer | None = None,
 ) -> GenerationState:
     """Appends a block of prompt tokens to the caches, all at once.
 
@@ -40,17 +47,23 @@ def append_block(
         state: state before the block; donated.
         tokens: padded tokens.
         lengths: number of tokens of each row.
+        scorer: coefficients of predicted scores, for policies that require them.
 
     Returns:
         The state after the block.
     """
     if not runs_by_layer(state, mesh):
-        return append_program(model, mesh, state, tokens, lengths)
-    return _append_block(model, mesh, state, *_commit(state, tokens, lengths))
+        return append_program(model, mesh, state, tokens, lengths, scorer)
+    return _append_block(model, mesh, state, *_commit(state, tokens, lengths), scorer)
 
 
 def score_block(
-    model: Llama, mesh: Mesh | None, state: GenerationState, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+    model: Llama,
+    mesh: Mesh | None,
+    state: GenerationState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    scorer: Scorer | None = None,
 ) -> tuple[GenerationState, Float[Array, "B T"], Bool[Array, "B T"]]:
     """Appends a block like `append_block` and scores its tokens.
 
@@ -60,14 +73,15 @@ def score_block(
         state: state before the block; donated.
         tokens: padded tokens.
         lengths: number of tokens of each row.
+        scorer: as for `append_block`.
 
     Returns:
         The state after the block, the log-probability of each token, and whether it was the most likely one. The first
         token is scored with the state's logits.
     """
     if not runs_by_layer(state, mesh):
-        return score_program(model, mesh, state, tokens, lengths)
-    return _score_block(model, mesh, state, *_commit(state, tokens, lengths))
+        return score_program(model, mesh, state, tokens, lengths, scorer)
+    return _score_block(model, mesh, state, *_commit(state, tokens, lengths), scorer)
 
 
 def decode_block(
@@ -79,6 +93,7 @@ def decode_block(
     state: GenerationState,
     steps: int,
     max_positions: Int[np.ndarray, "B"] | None = None,
+    scorer: Scorer | None = None,
 ) -> tuple[GenerationState, Int[np.ndarray, "B n"]]:
     """Runs decode steps until all sequences are finished or `steps` is reached.
 
@@ -91,6 +106,7 @@ def decode_block(
         state: state before the block; donated.
         steps: number of steps, at most `block_size`.
         max_positions: number of tokens with which each sequence is finished, including the prompt; None: no limit.
+        scorer: as for `append_block`.
 
     Returns:
         The state after the block, and the tokens of its n steps, with `NO_TOKEN` after the end of a sequence.
@@ -98,9 +114,9 @@ def decode_block(
     limits = None if max_positions is None else replicate(max_positions, mesh)
     if not runs_by_layer(state, mesh):
         count = replicate(np.int32(steps), mesh)
-        state, block, num_steps = decode_program(model, mesh, sampling, eos, block_size, state, count, limits)
+        state, block, num_steps = decode_program(model, mesh, sampling, eos, block_size, state, count, limits, scorer)
         return state, np.asarray(block)[:, : int(num_steps)]
-    split = _split_layers(model)
+    split = _split_layers(model, scorer)
     tokens: list[Int[np.ndarray, "B"]] = []
     while len(tokens) < steps and not np.asarray(state.done).all():
         state, token = _decode_step(split, mesh, sampling, eos, state, limits)
@@ -119,9 +135,9 @@ def runs_by_layer(state: GenerationState, mesh: Mesh | None) -> bool:
     return on_cpu and len(state.layers) >= MIN_LAYERS
 
 
-def _commit(state: GenerationState, *arrays: Array) -> list[Array]:
-    """Commits arrays to the state's device; otherwise the first layer's program would be compiled twice."""
-    return [jax.device_put(array, state.positions.sharding) for array in arrays]
+def _commit(state: GenerationState, tokens: Array, lengths: Array) -> tuple[Array, Array]:
+    """Commits a block to the state's device; otherwise the first layer's program would be compiled twice."""
+    return jax.device_put(tokens, state.positions.sharding), jax.device_put(lengths, state.positions.sharding)
 
 
 class _SplitModel(NamedTuple):
@@ -129,26 +145,38 @@ class _SplitModel(NamedTuple):
 
     outer: Llama  # without layers
     layers: tuple[tuple[Any, tuple[Array, ...]], ...]  # structure and parameters of each layer
+    scorers: tuple[Float[Array, "W+2 H_kv"] | None, ...]  # of each layer
 
 
-def _split_layers(model: Llama) -> _SplitModel:
+def _split_layers(model: Llama, scorer: Scorer | None) -> _SplitModel:
     flat = (jax.tree.flatten(layer) for layer in model.layers)
-    return _SplitModel(model.without_layers(), tuple((structure, tuple(leaves)) for leaves, structure in flat))
+    scorers = (None,) * len(model.layers) if scorer is None else tuple(scorer)
+    return _SplitModel(model.without_layers(), tuple((structure, tuple(leaves)) for leaves, structure in flat), scorers)
 
 
 def _append_block(
-    model: Llama, mesh: Mesh | None, state: GenerationState, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+    model: Llama,
+    mesh: Mesh | None,
+    state: GenerationState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    scorer: Scorer | None,
 ) -> GenerationState:
-    split = _split_layers(model)
+    split = _split_layers(model, scorer)
     x, state = _step_layers(split, state, _embed(split.outer, mesh, tokens), lengths)
     rows = _last_logits(split.outer, dataclasses.replace(state, layers=()), x, lengths)
     return constrain_state(dataclasses.replace(rows, layers=state.layers), mesh)
 
 
 def _score_block(
-    model: Llama, mesh: Mesh | None, state: GenerationState, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+    model: Llama,
+    mesh: Mesh | None,
+    state: GenerationState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    scorer: Scorer | None,
 ) -> tuple[GenerationState, Float[Array, "B T"], Bool[Array, "B T"]]:
-    split, previous_logits = _split_layers(model), state.logits
+    split, previous_logits = _split_layers(model, scorer), state.logits
     x, state = _step_layers(split, state, _embed(split.outer, mesh, tokens), lengths)
     rows = _last_logits(split.outer, dataclasses.replace(state, layers=()), x, lengths)
     scores = _token_scores(split.outer, mesh, previous_logits, x, tokens)
@@ -164,9 +192,10 @@ def _decode_block(
     state: GenerationState,
     steps: Int[Array, ""],
     max_positions: Int[Array, "B"] | None = None,
+    scorer: Scorer | None = None,
 ) -> tuple[GenerationState, Int[Array, "B block"], Int[Array, ""]]:
     """Runs decode steps in one compiled loop; returns the state, the tokens of a full block and the steps."""
-    split = _split_layers(model)
+    split = _split_layers(model, scorer)
 
     def step(carry):
         """Runs one decode step on the `carry`: the number of steps, the state and the tokens of the block."""
@@ -215,8 +244,9 @@ def _step_layers(
     layers, config = [], split.outer.config
     for number, ((structure, parameters), cache) in enumerate(zip(split.layers, state.layers, strict=True)):
         rotary = config.rotary(number, cache.spec.capacity)
+        scorer = split.scorers[number] if cache.policy.requires.predicted_scores else None
         x, cache, counters = step_layer(
-            structure, rotary, parameters, cache, state.counters, x, state.positions, lengths
+            structure, rotary, parameters, cache, state.counters, x, state.positions, lengths, scorer
         )
         layers.append(cache)
     # Every layer counts the same tokens; XLA computes the counters once.
@@ -236,6 +266,7 @@ def step_layer(
     x: Float[Array, "B T W"],
     positions: Int[Array, "B"],
     lengths: Int[Array, "B"],
+    scorer: Float[Array, "W+2 H_kv"] | None = None,
 ) -> tuple[Float[Array, "B T W"], LayerCache, Counters]:
     """Appends tokens to one layer's cache and computes the layer.
 
@@ -248,6 +279,7 @@ def step_layer(
         x: residual stream; donated.
         positions: number of tokens of each row before these.
         lengths: number of these tokens of each row.
+        scorer: the layer's coefficients of predicted scores, if its policy requires them.
 
     Returns:
         The residual stream, the cache, and the counters of all layers afterwards.
@@ -255,6 +287,9 @@ def step_layer(
     layer = jax.tree.unflatten(structure, parameters)
     angles = rotation(rotary, positions[:, None] + jnp.arange(x.shape[1]))
     query, keys, values = layer.project(x, *angles)
+    scores = None
+    if scorer is not None:
+        scores = predict_log_scores(scorer, layer.normalize(x), positions).swapaxes(1, 2)
     attended, stepped = kvjax.step(
         with_counters(cache, counters),
         query,
@@ -262,6 +297,7 @@ def step_layer(
         values,
         lengths,
         sink_logits=layer.sink_logits,
+        predicted_scores=scores,
         compact_when_full=False,
     )
     x = constrain_to_batch(layer.finish(x, attended), stepped.mesh)

@@ -220,7 +220,7 @@ class Generator:
         tokens, lengths = self._pad_to_blocks(state, prompts)
         state = commit_to_device(state, self.mesh)
         for block, count in self._blocks(tokens, lengths):
-            state = compact_layers(append_block(self.model, self.mesh, state, block, count))
+            state = compact_layers(append_block(self.model, self.mesh, state, block, count, self.scorer))
             yield None
         check_faults(state, self.mesh)
         yield state
@@ -311,7 +311,7 @@ class Generator:
         state = commit_to_device(state, self.mesh)
         blocks = []
         for block, count in self._blocks(tokens, lengths):
-            state, *scores = score_block(self.model, self.mesh, state, block, count)
+            state, *scores = score_block(self.model, self.mesh, state, block, count, self.scorer)
             blocks.append(scores)
             state = compact_layers(state)
         check_faults(state, self.mesh)
@@ -356,7 +356,16 @@ class Generator:
         total = in_block = 0
         while total < max_tokens and not np.asarray(state.done).all():
             steps = min(stream_interval or self.block_size, self.block_size - in_block, max_tokens - total)
-            state, tokens = decode_block(self.model, self.mesh, self.sampling, self.eos, self.block_size, state, steps)
+            state, tokens = decode_block(
+                self.model,
+                self.mesh,
+                self.sampling,
+                self.eos,
+                self.block_size,
+                state,
+                steps,
+                scorer=self.scorer,
+            )
             total, in_block = total + steps, in_block + steps
             check_finite(state)
             is_last = total == max_tokens or bool(np.asarray(state.done).all())

@@ -37,7 +37,15 @@ def lower_decode(
         model = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), model)
     # Arguments of the form that `decode_block` passes, so that a state's own program is not compiled again.
     return decode_program.lower(
-        model, generator.mesh, generator.sampling, generator.eos, generator.block_size, state, steps, None
+        model,
+        generator.mesh,
+        generator.sampling,
+        generator.eos,
+        generator.block_size,
+        state,
+        steps,
+        None,
+        generator.scorer,
     )
 
 
@@ -103,7 +111,7 @@ def lower_append(generator: Generator, state: GenerationState) -> list[jax.stage
     """
     block = jnp.zeros((generator.batch, generator.block_size), jnp.int32), jnp.zeros(generator.batch, jnp.int32)
     caches = dict(zip(generator.policies, state.layers, strict=True))
-    append = append_program.lower(generator.model, generator.mesh, state, *block)
+    append = append_program.lower(generator.model, generator.mesh, state, *block, generator.scorer)
     return [append, *(compact_layer.lower(cache, state.counters) for cache in caches.values())]
 
 
