@@ -14,16 +14,16 @@ import kvjax
 from experiments import evaluate
 from experiments.common.flags import run_command
 from kvjax import rope
+from kvjax.methods.top_k import top_k_store
+from kvjax.methods.top_k.top_k_policy import prompt_mask
+from kvjax.methods.top_k.top_k_store import TopKStore, init_top_k_store
 from kvjax.policy import Policy, Prompt, Requirements, check_min
 from kvjax.prompt_attention import check_prompt_queries
 from kvjax.quantization import dequantize
 from kvjax.segment import SegmentLike
+from kvjax.shared.staging import Tokens
 from kvjax.spec import CacheSpec
 from kvjax.state import state
-from kvjax.stores import top_k_store
-from kvjax.stores.staging import Tokens
-from kvjax.stores.top_k_store import TopKStore, init_top_k_store
-from kvjax.top_k_policy import prompt_mask
 
 
 @state
