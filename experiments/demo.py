@@ -61,7 +61,7 @@ class DemoMethod(NamedTuple):
 
 DEMO = (
     DemoMethod("full cache", "exact", None, "bfloat16", "all keys and values in bfloat16"),
-    DemoMethod("auto, 25%", "auto", note="all tokens in 16 of 90 heads, SnapKV in the others, 8 bits"),
+    DemoMethod("auto, 25%", "auto", note="all tokens in 16 of 90 heads, KVzap in the others, 8 bits"),
     DemoMethod("auto, 12.5%", "auto", "12.5%", note="the same in 4 bits and an eighth of the bytes"),
     DemoMethod("ClusterKV", "clusterkv", "256", "bfloat16", "keeps everything, a query head reads 256 tokens"),
 )

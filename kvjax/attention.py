@@ -56,7 +56,6 @@ def attend_segments(
     """Attends to segments and block stores. Query head h reads KV head h // (H_q / H_kv).
 
     Args:
-        queries: the queries.
         segments: segments and block stores.
         kv_heads: KV heads of the layer, if segments hold a subset of them.
         logit_cap: soft cap: logits l become cap * tanh(l / cap) before log-weights are added.
@@ -87,7 +86,6 @@ def attend_with_stats(
     """Attends as `attend_segments` does, and also returns the items of `AttentionStats.segments`.
 
     Args:
-        queries: the queries.
         segments: segments and block stores.
         appended: whether each query belongs to an appended token; None if no query does.
         probabilities: whether to compute the attention probabilities of segments.

@@ -39,9 +39,6 @@ class Budget:
     def parse(cls, text: str) -> "Budget":
         """Parses "1024" (slots), "25%" (of the bytes of a full bfloat16 cache) or "64MiB" (bytes).
 
-        Args:
-            text: the text.
-
         Returns:
             The budget.
 
@@ -103,7 +100,6 @@ def abstract_cache(policy: Policy, spec: CacheSpec) -> Cache:
     """Returns the cache that `kvjax.init` would make, as shapes and dtypes.
 
     Args:
-        policy: the policy.
         spec: spec of the layer.
 
     Returns:
@@ -116,7 +112,6 @@ def row_bytes(policy: Policy, spec: CacheSpec) -> int:
     """Returns the device bytes that the cache of one row and layer holds.
 
     Args:
-        policy: the policy.
         spec: spec of the layer; its batch size does not matter.
 
     Returns:
@@ -129,7 +124,6 @@ def row_read_bytes(policy: Policy, spec: CacheSpec) -> int:
     """Returns the bytes of one row's cache in one layer that a decode step reads.
 
     Args:
-        policy: the policy.
         spec: spec of the layer; its batch size does not matter.
 
     Returns:
@@ -176,7 +170,7 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
         >>> kvjax.fit_bytes(lambda slots: kvjax.Uniform(slots, sinks=16), spec, limit).budget
         400
     """
-    reasons: list[str] = []  # why budgets were refused
+    refusals: dict[int, str] = {}  # why budgets are refused
 
     def size(budget: int) -> float:
         """Returns the average bytes per row and layer of the policy with this `budget` of slots; inf if refused."""
@@ -185,10 +179,15 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
             measure = row_read_bytes if policy.is_retrieval else row_bytes
             return sum(len(equal) * measure(policy, equal[0]) for equal in _equal_layers(policy, spec)) / spec.layers
         except ValueError as error:
-            reasons.append(str(error))
+            refusals[budget] = str(error)
             return math.inf
 
-    low = smallest = _smallest_budget(make, spec, limit)
+    refused, accepted = 0, 1
+    while size(accepted) == math.inf:
+        refused, accepted = accepted, 2 * accepted
+        if accepted > limit:
+            raise ValueError(f"no budget within limit={limit} bytes is accepted: {refusals[refused]}")
+    low = smallest = bisect.bisect_left(range(accepted), True, lo=refused + 1, key=lambda one: size(one) < math.inf)
     if size(low) > limit:
         remedy = "pass a larger budget"
         if _reserves_decode_slots(make(low)):
@@ -207,12 +206,12 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
         low = high
         if high > limit:
             break  # all tokens fit
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if size(middle) <= limit else (low, middle)
+    low = bisect.bisect_right(range(high), float(limit), lo=low + 1, key=size) - 1 if low < high else low
     if low <= spec.capacity:
         if size(low + 1) == math.inf:
-            raise ValueError(f"a larger budget fits into limit={limit} bytes per row and layer, but {reasons[-1]}")
+            raise ValueError(
+                f"a larger budget fits into limit={limit} bytes per row and layer, but {refusals[low + 1]}"
+            )
         return make(max(round_to_tiles(low), smallest))
     if make(low) == make(smallest):
         raise ValueError(f"{make(smallest)} does not grow with its budget; pass a budget in slots")
@@ -250,34 +249,6 @@ def _equal_layers(policy: Policy, spec: CacheSpec) -> list[list[CacheSpec]]:
         one = dataclasses.replace(spec, layer=layer)
         groups.setdefault(layer_policy(policy, one).canonical(), []).append(one)
     return list(groups.values())
-
-
-def _smallest_budget(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> int:
-    """Returns the smallest budget that `make` accepts."""
-    accepted, refused, reason = 1, 0, ""
-    while True:
-        try:
-            _try_layers(make(accepted), spec)
-            break
-        except ValueError as error:
-            refused, reason = accepted, str(error)
-            accepted *= 2
-            if accepted > limit:
-                raise ValueError(f"no budget within limit={limit} bytes is accepted: {reason}") from error
-    while accepted - refused > 1:
-        middle = (accepted + refused) // 2
-        try:
-            _try_layers(make(middle), spec)
-            accepted = middle
-        except ValueError:
-            refused = middle
-    return accepted
-
-
-def _try_layers(policy: Policy, spec: CacheSpec) -> None:
-    """Raises a ValueError if a layer cannot have a cache of this policy; equal layers are tried once."""
-    for equal in _equal_layers(policy, spec):
-        row_bytes(policy, equal[0])
 
 
 def format_bytes(count: float) -> str:

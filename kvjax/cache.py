@@ -28,23 +28,23 @@ from kvjax.frozen_cache import FrozenCache, attend_frozen, check_text, frozen_se
 from kvjax.jax_flags import with_default_flags
 from kvjax.partials import Partials, normalize
 from kvjax.policy import Policy, Prompt, RepeatedPrompt, S
-from kvjax.segment import BlockStoreRead, Segment, SegmentLike, array_bytes
+from kvjax.segment import BlockStoreRead, Segment, SegmentLike
 from kvjax.shared import staging as stagings
 from kvjax.shared.attention_scores import AttentionScores
 from kvjax.shared.staging import Counters, Staging, init_staging
 from kvjax.sliding_window import SlidingWindow
 from kvjax.spec import MAX_TOKENS, CacheSpec, check_dtype, check_queries, check_sink_logits, check_tokens, is_concrete
 from kvjax.state import batch_size, cache_bytes, count_row_faults, fault, state, static
+from pallas_kernels.quantized_array import array_bytes
 
 
 @state
-class Cache(Generic[S]):
-    """The cache of one layer, for a batch of rows. `init` makes one.
+class LayerCache(Generic[S]):
+    """A cache of one layer without token counters, which layers that receive the same tokens may share.
 
     Attributes:
         state: the policy's state; keys and values are quantized if `CacheSpec.kv_dtype` is set.
         staging: tokens appended since the last compaction.
-        counters: number of tokens of every row.
         reused: fault counter of invalid calls of `prefill`.
         policy_faults: nonzero fault counters in the policy's state, after the last prefill or compaction.
         policy: policy of this layer.
@@ -54,7 +54,6 @@ class Cache(Generic[S]):
 
     state: S
     staging: Staging
-    counters: Counters
     reused: Int[Array, "B"] = fault("prefill was called on a cache with tokens, or with more than max_prompt_tokens")
     not_finite: Int[Array, "B"] = fault(
         "tokens had keys or values that are NaN or infinite in the cache's dtype, or such an attention output"
@@ -74,10 +73,23 @@ class Cache(Generic[S]):
             size = "no arrays"
         dtype = spec.kv_dtype or jnp.dtype(spec.dtype).name
         return (
-            f"Cache({self.policy},\n"
+            f"{type(self).__name__}({self.policy},\n"
             f"      batch={batch}, kv_heads={spec.kv_heads}, head_dim={spec.head_dim}, dtype={dtype},\n"
             f"      max_prompt_tokens={spec.max_prompt_tokens}, max_new_tokens={spec.max_new_tokens}: {size})"
         )
+
+
+@state
+class Cache(LayerCache[S]):
+    """The cache of one layer, for a batch of rows. `init` makes one.
+
+    Attributes:
+        counters: number of tokens of every row.
+    """
+
+    counters: Counters
+
+    __repr__ = LayerCache.__repr__  # which a dataclass would replace
 
 
 @with_default_flags
@@ -121,7 +133,7 @@ def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Me
     slots = min(policy.compact_every, spec.max_new_tokens)
     slots = slots if spec.staging_slots is None else min(slots, spec.staging_slots)
     spec = dataclasses.replace(spec, staging_slots=slots, sequence_shards=sequence_shards, head_shards=head_shards)
-    staging, counters = init_staging(spec, slots)
+    staging, counters = init_staging(spec, slots, scored=policy.requires.predicted_scores)
     cache = Cache(
         state=quantization.init_stored(policy.init(spec, row_keys), spec.kv_formats, spec.dtype),
         staging=staging,
@@ -231,6 +243,8 @@ def append(
     keys: Float[Array, "B T H_kv D"],
     values: Float[Array, "B T H_kv D_v"],
     lengths: Int[Array, "B"] | None = None,
+    *,
+    predicted_scores: Float[Array, "B H_kv T"] | None = None,
 ) -> Cache[S]:
     """Appends T tokens to the staging buffer, without attention and without compaction.
 
@@ -239,6 +253,7 @@ def append(
         keys: new keys.
         values: new values.
         lengths: number of tokens of each row, from the first on; None for T in every row.
+        predicted_scores: as for `step`.
 
     Returns:
         The cache.
@@ -257,8 +272,9 @@ def append(
         Array([3], dtype=int32)
     """
     _check_new_tokens(cache, keys, values, lengths)
+    _check_new_scores(cache, predicted_scores, keys)
     _check_free_slots(cache, keys, lengths, compacts=False)
-    return _append(cache, keys, values, lengths)
+    return _append(cache, keys, values, lengths, predicted_scores)
 
 
 def attend(
@@ -267,7 +283,6 @@ def attend(
     """Attends to all tokens of a cache, without a causal mask and without updating the policy.
 
     Args:
-        cache: the cache.
         query: queries, whose tokens need not be in the cache.
         sink_logits: logit of an attention sink per query head, as for `step`.
 
@@ -300,18 +315,19 @@ def step(
     lengths: Int[Array, "B"] | None = None,
     *,
     sink_logits: Float[Array, "H_q"] | None = None,
+    predicted_scores: Float[Array, "B H_kv T"] | None = None,
     compact_when_full: bool = True,
     text: FrozenCache | None = None,
 ) -> tuple[Float[Array, "B T H_q D_v"], Cache[S]]:
     """Appends T tokens and returns their causal attention to the cache.
 
     Args:
-        cache: the cache.
         query: queries of the new tokens.
         keys: new keys.
         values: new values.
         lengths: number of tokens of each row, from the first on; None for T in every row. Finished sequences append 0.
         sink_logits: logit of an attention sink per query head; the sink adds to the softmax denominator only (gpt-oss).
+        predicted_scores: scores of the new tokens, as for `prefill`, if the policy needs them.
         compact_when_full: whether to compact first if the tokens do not fit into the staging buffer. False saves a
             conditional per step in a compiled loop that calls `compact` itself.
         text: D frozen texts that the rows continue, B / D rows each, in order; the queries attend to them, too.
@@ -337,10 +353,13 @@ def step(
     _check_new_tokens(cache, keys, values, lengths)
     check_queries(cache.spec, cache.staging.keys.shape[0], query, keys.shape[1])
     check_sink_logits(sink_logits, cache.spec.query_heads)
+    _check_new_scores(cache, predicted_scores, keys)
     _check_free_slots(cache, keys, lengths, compacts=compact_when_full)
     if text is not None:
         check_text(text, cache.spec)
-    return _step(cache, query, keys, values, lengths, sink_logits, text, compact_when_full=compact_when_full)
+    return _step(
+        cache, query, keys, values, lengths, sink_logits, predicted_scores, text, compact_when_full=compact_when_full
+    )
 
 
 def compact(cache: Cache[S]) -> Cache[S]:
@@ -348,9 +367,6 @@ def compact(cache: Cache[S]) -> Cache[S]:
 
     `step` calls it when new tokens do not fit into the staging buffer. It may be called at any time, also without
     staged tokens.
-
-    Args:
-        cache: the cache.
 
     Returns:
         The cache.
@@ -371,33 +387,34 @@ def compact(cache: Cache[S]) -> Cache[S]:
 def num_tokens(cache: Cache) -> Int[Array, "B"]:
     """Returns the number of tokens that each row has received, evicted tokens included.
 
-    Args:
-        cache: the cache.
-
     Returns:
         One int32 count per row.
     """
     return cache.counters.total
 
 
-def with_counters(cache: Cache[S], counters: Counters | None) -> Cache[S]:
-    """Returns the cache with other counters.
+def split_counters(cache: Cache[S]) -> tuple[LayerCache[S], Counters]:
+    """Returns the cache without its counters, and the counters.
 
     Layers that receive the same tokens and compact together can share one set of counters, which a loop over decode
     steps then updates once per step instead of once per layer.
+    """
+    fields = {field.name: getattr(cache, field.name) for field in dataclasses.fields(LayerCache)}
+    return LayerCache(**fields), cache.counters
+
+
+def with_counters(cache: LayerCache[S], counters: Counters) -> Cache[S]:
+    """Returns the cache of a layer with counters.
 
     Args:
-        cache: the cache.
-        counters: the new counters. None removes them; of this module's functions, only `read_bytes` works without.
-
-    Returns:
-        The cache.
+        cache: the cache; its counters, if it has any, are replaced.
     """
-    return dataclasses.replace(cache, counters=cast(Counters, counters))
+    fields = {field.name: getattr(cache, field.name) for field in dataclasses.fields(LayerCache)}
+    return Cache(**fields, counters=counters)
 
 
 @with_default_flags
-def read_bytes(cache: Cache | FrozenCache) -> int:
+def read_bytes(cache: LayerCache | FrozenCache) -> int:
     """Returns the bytes of the cache that one decode step reads, computed from shapes and dtypes.
 
     They include segments, the index and the selected blocks of a retrieval policy, and attention scores.
@@ -422,15 +439,15 @@ def read_bytes(cache: Cache | FrozenCache) -> int:
     sizes: list[int] = []
     batch = batch_size(cache.state)
 
-    def count(cache: Cache | FrozenCache) -> None:
+    def count(cache: LayerCache | FrozenCache) -> None:
         """Adds the bytes that one step reads of `cache` to `sizes`; called on abstract arrays."""
         spec = cache.spec
         if isinstance(cache, FrozenCache):
             read = frozen_segments(cache, jnp.zeros((batch, 1), jnp.int32))
         else:
-            if cache.counters is None:
+            if not isinstance(cache, Cache):
                 _, counters = init_staging(dataclasses.replace(spec, batch=batch), cast(int, spec.staging_slots))
-                cache = dataclasses.replace(cache, counters=counters)
+                cache = with_counters(cache, counters)
             if cache.policy.requires.attention_stats:
                 sizes.append(_score_bytes(cache.state))
             read = _segments(cache, 1)
@@ -521,8 +538,9 @@ def _append(
     keys: Float[Array, "B T H_kv D"],
     values: Float[Array, "B T H_kv D_v"],
     lengths: Int[Array, "B"] | None,
+    predicted_scores: Float[Array, "B H_kv T"] | None,
 ) -> Cache[S]:
-    return _stage(cache, keys, values, lengths)
+    return _stage(cache, keys, values, lengths, predicted_scores)
 
 
 @per_device
@@ -541,6 +559,7 @@ def _step(
     values: Float[Array, "B T H_kv D_v"],
     lengths: Int[Array, "B"] | None,
     sink_logits: Float[Array, "H_q"] | None,
+    predicted_scores: Float[Array, "B H_kv T"] | None,
     text: FrozenCache | None,
     *,
     compact_when_full: bool,
@@ -548,7 +567,8 @@ def _step(
     if compact_when_full:
         full = cache.counters.offset + keys.shape[1] > cache.counters.slots
         cache = jax.lax.cond(full, _compact_shard, lambda cache: cache, cache)
-    partials, cache = _attend(_stage(cache, keys, values, lengths), query, sink_logits, text, causal=True)
+    staged = _stage(cache, keys, values, lengths, predicted_scores)
+    partials, cache = _attend(staged, query, sink_logits, text, causal=True)
     return normalize(partials), cache
 
 
@@ -576,9 +596,10 @@ def _stage(
     keys: Float[Array, "B T H_kv D"],
     values: Float[Array, "B T H_kv D_v"],
     lengths: Int[Array, "B"] | None,
+    predicted_scores: Float[Array, "B H_kv T"] | None = None,
 ) -> Cache[S]:
     """Appends tokens to the staging buffer and counts those beyond the cache's capacity."""
-    staging, counters = stagings.append(cache.staging, cache.counters, keys, values, lengths)
+    staging, counters = stagings.append(cache.staging, cache.counters, keys, values, lengths, predicted_scores)
     past = jnp.maximum(counters.total - cache.spec.capacity, 0)
     return dataclasses.replace(cache, staging=staging, counters=dataclasses.replace(counters, past=past))
 
@@ -699,6 +720,13 @@ def _check_predicted_scores(scores: Array | None, keys: Array) -> None:
         raise ValueError(
             f"predicted_scores have shape {scores.shape}, expected [B, H_kv, T] = {(batch, kv_heads, tokens)}"
         )
+
+
+def _check_new_scores(cache: Cache, scores: Array | None, keys: Array) -> None:
+    """Raises a ValueError if the policy requires scores of new tokens that are missing or have another shape."""
+    if scores is None and cache.policy.requires.predicted_scores:
+        raise ValueError(f"{cache.policy} requires predicted scores of new tokens; pass predicted_scores")
+    _check_predicted_scores(scores, keys)
 
 
 def _known_num_tokens(cache: Cache) -> Int[np.ndarray, "B"]:

@@ -29,7 +29,7 @@ from kvjax.spec import CacheSpec, is_concrete
 from kvjax.state import batch_size, state, static
 
 if TYPE_CHECKING:
-    from kvjax.cache import Cache
+    from kvjax.cache import LayerCache
 
 
 @state
@@ -49,12 +49,11 @@ class FrozenCache(Generic[S]):
     mesh: Mesh | None = static()
 
 
-def freeze(cache: "Cache[S]") -> FrozenCache[S]:
+def freeze(cache: "LayerCache[S]") -> FrozenCache[S]:
     """Returns the entries of a cache, without the staging buffer.
 
     Args:
-        cache: a cache without staged tokens; it shares its buffers with the result. The counters may be absent
-            (`kvjax.cache.with_counters`).
+        cache: a cache without staged tokens, with or without counters; it shares its buffers with the result.
 
     Returns:
         The frozen cache.
@@ -72,7 +71,7 @@ def freeze(cache: "Cache[S]") -> FrozenCache[S]:
         >>> kvjax.cache_bytes(kvjax.freeze(cache)).device < kvjax.cache_bytes(cache).device
         True
     """
-    counters = cache.counters
+    counters = getattr(cache, "counters", None)
     if counters is not None and not is_concrete(counters):
         raise ValueError("freeze reads the counters of the cache; call it outside jit")
     if counters is not None and int(counters.offset):

@@ -82,7 +82,8 @@ class Requirements:
     Attributes:
         prompt_queries: number of the prompt's last queries that `prefill` needs, or "all".
         repetition: how the model repeats the prompt for `prefill`; None if the policy needs no repetition.
-        predicted_scores: whether `prefill` needs a score of every token that the model predicts from its hidden state.
+        predicted_scores: whether `prefill`, `step` and `append` need a score of every token, which the model predicts
+            from its hidden state.
         attention_stats: whether `observe` needs the attention probabilities of every step.
         entire_prompt: whether the policy compresses in `prefill` only, so that prompts cannot be streamed through
             `compact`.
@@ -101,9 +102,6 @@ class Requirements:
 
 def merge_requirements(policies: Iterable["Policy"]) -> Requirements:
     """Combines the requirements of policies that read the same prompt.
-
-    Args:
-        policies: the policies.
 
     Returns:
         Requirements that satisfy every policy.
@@ -275,7 +273,6 @@ class Policy(abc.ABC, Generic[S]):
         """Updates the state from the attention of newly appended tokens.
 
         Args:
-            state: the state.
             stats: attention statistics of the step, one per result of `segments` and in the same order.
 
         Returns:
@@ -288,7 +285,6 @@ class Policy(abc.ABC, Generic[S]):
         """Moves the staged tokens into the state.
 
         Args:
-            state: the state.
             new: up to `compact_every` tokens per row. The state of a row without new tokens must not change.
 
         Returns:

@@ -20,10 +20,6 @@ _MASKED_LOGIT = -1e30
 def check_prompt_queries(policy: Policy, prompt: Prompt) -> Float[Array, "B w H_q D"]:
     """Checks the prompt's queries against the needs of a policy, and returns them.
 
-    Args:
-        policy: the policy.
-        prompt: the prompt.
-
     Returns:
         The queries.
 
@@ -50,10 +46,6 @@ def check_prompt_queries(policy: Policy, prompt: Prompt) -> Float[Array, "B w H_
 
 def attention_received(policy: Policy, prompt: Prompt) -> Float[Array, "B H_kv T"]:
     """Returns the causal attention that each token receives from the queries that a policy needs.
-
-    Args:
-        policy: the policy.
-        prompt: the prompt.
 
     Returns:
         Attention probabilities, summed over the queries and over the query heads of a group, float32. Queries before
@@ -94,8 +86,6 @@ def key_attention(
 
     Args:
         prompt: has the logit cap and the attention sink logits of the model.
-        queries: queries.
-        keys: keys.
         is_visible: maps indices of queries to the keys that they see. A query without visible keys is ignored.
         reduce: whether probabilities are summed over queries and query heads, or the largest is returned.
         query_weights: factors of each query's probabilities; 1 by default.
@@ -142,7 +132,6 @@ def masked_softmax(
     """Computes the softmax of logits with the logit cap and the attention sink logits of a prompt's model.
 
     Args:
-        prompt: the prompt.
         logits: logits of the keys.
         visible: keys that count.
 

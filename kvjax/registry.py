@@ -12,72 +12,20 @@ from kvjax.combinators.by_layer import FirstLayers
 from kvjax.combinators.head_budgets import HeadBudgets, Shares, load_shares
 from kvjax.combinators.host_memory import HostMemory
 from kvjax.messages import did_you_mean, shorten
-from kvjax.methods.attention_matching.attention_matching import AttentionMatching
-from kvjax.methods.balancekv.balancekv import BalanceKV
-from kvjax.methods.balancekv.balancekv_theory import BalanceKVTheory
-from kvjax.methods.cam import CaM
-from kvjax.methods.chelsea.chelsea import Chelsea
-from kvjax.methods.clustergen.clustergen import ClusterGen
-from kvjax.methods.clusterkv.clusterkv import ClusterKV
-from kvjax.methods.clusterkv.clusterkv_residual import ClusterKVResidual
+from kvjax.methods import table
 from kvjax.methods.exact.exact import Exact
-from kvjax.methods.h2o import H2O
-from kvjax.methods.infinigen.infinigen import InfiniGen
-from kvjax.methods.quest import Quest
-from kvjax.methods.streaming_llm import StreamingLLM
-from kvjax.methods.subgen.subgen import SubGen
-from kvjax.methods.subgen.subgen_mean import SubGenMean
-from kvjax.methods.top_k.compactor import Compactor
-from kvjax.methods.top_k.cur import CUR
-from kvjax.methods.top_k.expected_attention import ExpectedAttention
-from kvjax.methods.top_k.keydiff import KeyDiff
-from kvjax.methods.top_k.knorm import Knorm
-from kvjax.methods.top_k.kvgrad import KVgrad
-from kvjax.methods.top_k.kvzap import KVzap
-from kvjax.methods.top_k.kvzip import KVzip
-from kvjax.methods.top_k.lagkv import LagKV
-from kvjax.methods.top_k.leverage_scores import LeverageScores
-from kvjax.methods.top_k.pyramidkv import PyramidKV
-from kvjax.methods.top_k.snapkv import SnapKV
 from kvjax.methods.top_k.top_k_policy import TopKPolicy
-from kvjax.methods.top_k.tova import TOVA
-from kvjax.methods.uniform import Uniform
 from kvjax.policy import Policy, setting_types, type_name
 from kvjax.spec import CacheSpec
 
 PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
 
-POLICIES: dict[str, type[Policy]] = {
-    "exact": Exact,
-    "streaming_llm": StreamingLLM,
-    "uniform": Uniform,
-    "attention_matching": AttentionMatching,
-    "balancekv": BalanceKV,
-    "balancekv_theory": BalanceKVTheory,
-    "cam": CaM,
-    "chelsea": Chelsea,
-    "clustergen": ClusterGen,
-    "clusterkv": ClusterKV,
-    "clusterkv_residual": ClusterKVResidual,
-    "compactor": Compactor,
-    "cur": CUR,
-    "expected_attention": ExpectedAttention,
-    "h2o": H2O,
-    "infinigen": InfiniGen,
-    "keydiff": KeyDiff,
-    "knorm": Knorm,
-    "kvgrad": KVgrad,
-    "kvzap": KVzap,
-    "kvzip": KVzip,
-    "lagkv": LagKV,
-    "leverage_scores": LeverageScores,
-    "pyramidkv": PyramidKV,
-    "quest": Quest,
-    "snapkv": SnapKV,
-    "subgen": SubGen,
-    "subgen_mean": SubGenMean,
-    "tova": TOVA,
+_TABLE: dict[str, type[Policy]] = {
+    policy_class.__module__.rpartition(".")[2]: policy_class
+    for policy_class in vars(table).values()
+    if isinstance(policy_class, type)
 }
+POLICIES = {name: _TABLE[name] for name in ("exact", "streaming_llm", "uniform", *sorted(_TABLE))}
 
 # Algorithms whose guarantees are proven, which pretrained models do not answer with.
 THEORY = ("subgen", "balancekv_theory")
@@ -86,7 +34,7 @@ THEORY = ("subgen", "balancekv_theory")
 _COMBINATOR_SETTINGS = ("full_layers", "host_steps", "alpha_safeguard", "heads")
 
 # The policy `auto`, whose settings `kvjax_models` completes for a model and a budget.
-_AUTO = "snapkv:heads=auto"
+_AUTO = "kvzap:heads=auto"
 
 LARGE_BUDGET = 2**20  # slots with which a policy can only be refused for its other settings
 
@@ -144,10 +92,7 @@ class PolicyChoice:
     def parse(cls, text: str) -> "PolicyChoice":
         """Parses `NAME`, `NAME:setting=value,...` and either with `@BUDGET`.
 
-        `auto` is the policy that the documentation recommends: SnapKV in all but the retrieving heads.
-
-        Args:
-            text: the text.
+        `auto` is the policy that the documentation recommends: KVzap in all but the retrieving heads.
 
         Returns:
             The choice.
@@ -181,11 +126,7 @@ class PolicyChoice:
         return ("heads", "auto") in self.settings and self.shares is None
 
     def with_shares(self, shares: Shares) -> "PolicyChoice":
-        """Returns the choice with the shares of a model's KV heads for `heads=auto`.
-
-        Args:
-            shares: the shares.
-        """
+        """Returns the choice with the shares of a model's KV heads for `heads=auto`."""
         return dataclasses.replace(self, shares=shares)
 
     def without_profile(self) -> "PolicyChoice":
@@ -351,9 +292,6 @@ def _combine(
 
 def settings_of(policy_class: type[Policy]) -> list[tuple[str, str, str | None]]:
     """Lists the settings of a policy class.
-
-    Args:
-        policy_class: the class.
 
     Returns:
         Name, allowed values and default (None without one) of every setting, as text.

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -120,8 +119,3 @@ def flatten_slots(x: Array | QuantizedArray) -> Any:
         return flat(x, 1)
     offset = x.offset if x.offset is None else x.offset.reshape(*x.offset.shape[:2], x.offset.shape[-1])
     return dataclasses.replace(x, values=flat(x.values, 1), scale=flat(x.scale, 0), offset=offset)
-
-
-def array_bytes(*arrays: Any) -> int:
-    """Returns the bytes of `arrays`, from shapes and dtypes; empty slots count."""
-    return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(arrays))

@@ -51,7 +51,6 @@ class SlidingWindow(Policy[Window]):
 
         Args:
             state: an empty window.
-            prompt: the prompt.
 
         Returns:
             The window of its last `budget` tokens.

@@ -247,7 +247,6 @@ def check_queries(spec: CacheSpec, batch: int, queries: Float[Array, "B T H_q D"
     Args:
         spec: the cache's spec.
         batch: batch rows of the cache.
-        queries: the queries.
         tokens: expected number of tokens T; None for any number from 1.
 
     Raises:

@@ -9,11 +9,13 @@
 A state is a frozen dataclass of arrays, registered as a pytree. The dimension names of its annotations are its axes.
 Everything that treats all policies the same (taking, inserting and repeating batch rows, sharding, quantization, byte
 counts) reads those names: B batch rows, H_kv KV heads, H_q query heads, H heads that retrieve blocks (KV or query
-heads), N an axis that grows with the context and that devices may share. Other names carry no meaning.
+heads), N an axis that grows with the context and that devices may share. Other names (`_OTHER_AXES`) carry no meaning;
+unknown ones are errors, because a misspelled axis would not be sharded, taken by rows or quantized.
 """
 
 import dataclasses
 import inspect
+import re
 import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
@@ -25,11 +27,15 @@ from jaxtyping import Array, Int, Key
 
 from kvjax.distributed.memory import compute_where_stored, is_on_host
 from kvjax.jax_flags import with_default_flags
+from kvjax.messages import did_you_mean
 from pallas_kernels.quantized_array import QuantizedArray
 
 T = TypeVar("T")
 
 BATCH = "B"
+# The axes that have a meaning, and the other names that axes of states may have.
+_MEANINGFUL_AXES = (BATCH, "H_kv", "H_q", "H", "N")
+_OTHER_AXES = (*"CDGIKLMPRSTVWkstw", "CR", "D_v", "bins", "half_D")
 _COPY_SALT = 0x464F524B  # folded into the keys of copied rows
 
 
@@ -82,6 +88,7 @@ def state(cls: type[T]) -> type[T]:
     """Makes a class a frozen dataclass and a pytree whose axes are the dimension names of its annotations."""
     for name, annotation in inspect.get_annotations(cls).items():
         if (axes := _annotated_axes(annotation)) is not None:
+            _check_axes(f"{cls.__name__}.{name}", axes)
             declared = cls.__dict__.get(name, dataclasses.MISSING)
             if isinstance(declared, dataclasses.Field):
                 field = dataclasses.field(metadata={"axes": axes, **declared.metadata})
@@ -96,6 +103,14 @@ def _annotated_axes(annotation: Any) -> tuple[str, ...] | None:
     options = [option for option in typing.get_args(annotation) or (annotation,) if option is not type(None)]
     names = {tuple(option.dim_str.split()) for option in options if hasattr(option, "dim_str")}
     return names.pop() if len(names) == 1 else None
+
+
+def _check_axes(name: str, axes: tuple[str, ...]) -> None:
+    """Raises a TypeError for a dimension name that is not an axis, which may be a misspelled one."""
+    known = (*_MEANINGFUL_AXES, *_OTHER_AXES)
+    for word in re.findall(r"[^\W\d]\w*", " ".join(axes)):
+        if word not in known:
+            raise TypeError(f"{name} has the unknown axis {word!r}; {did_you_mean(word, known)}use {', '.join(known)}")
 
 
 class ArrayField(NamedTuple):

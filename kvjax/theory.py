@@ -25,11 +25,6 @@ def measured_norms(
 ) -> Norms:
     """Returns the largest norms of vectors, for `subgen_settings` and `balancekv_settings`. Call it outside jit.
 
-    Args:
-        queries: queries.
-        keys: keys.
-        values: values.
-
     Returns:
         The norms.
 

@@ -52,7 +52,6 @@ class RandomArrays:
 
         Args:
             size: Its shape.
-            dtype: Its dtype.
 
         Returns:
             True for bool, random bytes for uint8, otherwise normal numbers of standard deviation 1/2.
@@ -284,7 +283,6 @@ def compile_calls(form: Form, calls: int) -> jax.stages.Compiled:
     """Compiles a program that calls a form many times.
 
     Args:
-        form: The form.
         calls: The number of calls; a number that is known to the compiler needs no synchronization on GPUs.
 
     Returns:

@@ -197,7 +197,6 @@ def blocked(shape: Sequence[int], dtype: Any, swizzled_as: int | None = None) ->
 
     Args:
         shape: The shape of the array.
-        dtype: Its dtype.
         swizzled_as: The columns of the other operand, if both need the same swizzle.
 
     Returns:
@@ -508,7 +507,6 @@ def partials_shapes(batch: int, heads: int, splits: int, queries: int, width: in
 
     Args:
         batch: Sequences.
-        heads: Heads.
         splits: Splits of each head.
         queries: Padded queries of each head.
         width: The columns of the values; None without a numerator.
@@ -566,7 +564,6 @@ def max_and_argmax(
     """Returns the largest score of each row and the smallest of its indices.
 
     Args:
-        scores: The scores.
         index: The index of each score.
 
     Returns:

@@ -143,7 +143,7 @@ def make_generator(
     )
     assert isinstance(choice, PolicyChoice)
     policy = setting.fit(dataclasses.replace(spec, kv_dtype=kv_dtype), budget_tokens, tail_tokens, choice)
-    if scorer is None and policy.requires.predicted_scores and not streaming:
+    if scorer is None and policy.requires.predicted_scores:
         scorer = llm.scorer()
     return Generator(
         llm.model,

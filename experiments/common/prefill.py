@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float
 
-import kvjax
+from kvjax.cache import LayerCache
 from kvjax.policy import Repetition, merge_requirements
 from kvjax_models import compile_cache
 from kvjax_models.generation.generator import Generator
@@ -92,7 +92,7 @@ def _prefill_in_one_pass(
     multiple = first.padding_multiple(longest)
     tokens, row_lengths = first.pad(prompts, -(-len(compile_cache.length_bucket(longest)) // multiple) * multiple)
     lengths = replicate(row_lengths, first.mesh)
-    caches: list[list[kvjax.Cache]] = [[] for _ in generators]
+    caches: list[list[LayerCache]] = [[] for _ in generators]
     carries: list[Any] = [None for _ in generators]
     num_queries = [
         max(generator.policies[number].requires.num_prompt_queries(tokens.shape[1]) for generator in generators)

@@ -59,6 +59,7 @@ def compare(
                 states[index],
                 jnp.asarray(token[:, None]),
                 jnp.asarray(alive, jnp.int32),
+                generator.scorer,
             )
             if step % generator.block_size == 0:
                 state = compact_layers(state)

@@ -72,8 +72,8 @@ class AdaKV(Policy[AdaKVState]):
 
     @property
     def requires(self) -> Requirements:
-        """Requirements of the policy."""
-        return self.policy.requires
+        """Requirements of the policy, and an entire prompt."""
+        return dataclasses.replace(self.policy.requires, entire_prompt=True)
 
     def for_layer(self, spec: CacheSpec) -> "AdaKV":
         """Returns Ada-KV with the budget of one layer.

@@ -127,7 +127,6 @@ class ByHead(CombinedPolicies[ByHeadState]):
         """Returns the segments of all policies, each with the indices of its KV heads.
 
         Args:
-            state: the states.
             num_visible_staged: int32 number of staged tokens that each query attends to.
 
         Returns:
@@ -143,7 +142,6 @@ class ByHead(CombinedPolicies[ByHeadState]):
         """Passes each policy the statistics of its segments and of its heads' staged tokens.
 
         Args:
-            state: the states.
             stats: attention statistics of all heads, in the order of `segments`.
 
         Returns:
@@ -163,16 +161,18 @@ class ByHead(CombinedPolicies[ByHeadState]):
         """Moves each policy's heads of the staged tokens into its state.
 
         Args:
-            state: the states.
             new: the staged tokens of all heads.
 
         Returns:
             The updated states.
         """
-        states = tuple(
-            policy.compact(group, dataclasses.replace(new, keys=new.keys[:, heads], values=new.values[:, heads]))
-            for policy, group, heads in self._each(state)
-        )
+
+        def select(heads: Int[Array, "H"]) -> Tokens:
+            """Returns the tokens of some KV heads."""
+            scores = None if new.scores is None else new.scores[:, heads]
+            return dataclasses.replace(new, keys=new.keys[:, heads], values=new.values[:, heads], scores=scores)
+
+        states = tuple(policy.compact(group, select(heads)) for policy, group, heads in self._each(state))
         return dataclasses.replace(state, groups=states)
 
     def _each(self, state: ByHeadState) -> list[tuple[Policy, Any, Int[Array, "H"]]]:

@@ -64,7 +64,6 @@ def save_shares(path: str | os.PathLike[str], shares: Shares, provenance: dict[s
 
     Args:
         path: the file.
-        shares: the shares.
         provenance: how they were measured; `load_shares` ignores it.
     """
     pathlib.Path(path).write_text(json.dumps({"shares": shares, "provenance": provenance}, indent=1) + "\n")

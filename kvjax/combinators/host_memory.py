@@ -106,7 +106,6 @@ class HostMemory(CombinedPolicies[HostMemoryState]):
 
         Args:
             state: an empty state.
-            prompt: the prompt.
 
         Returns:
             The state.
@@ -118,7 +117,6 @@ class HostMemory(CombinedPolicies[HostMemoryState]):
         """Returns the policy's segments and block stores, the latter with their block caches.
 
         Args:
-            state: the state.
             num_visible_staged: int32 number of staged tokens that each query attends to.
 
         Returns:
@@ -136,7 +134,6 @@ class HostMemory(CombinedPolicies[HostMemoryState]):
         """Stores the block caches that attention updated, and passes the statistics to the policy.
 
         Args:
-            state: the state.
             stats: attention statistics, which hold the block caches after the step.
 
         Returns:
@@ -149,7 +146,6 @@ class HostMemory(CombinedPolicies[HostMemoryState]):
         """Moves the staged tokens into the policy's state; new blocks are written to host memory.
 
         Args:
-            state: the state.
             new: the staged tokens.
 
         Returns:

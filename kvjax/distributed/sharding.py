@@ -133,7 +133,6 @@ def shardings(tree: T, mesh: Mesh) -> T:
 
     Args:
         tree: a state, possibly abstract.
-        mesh: the mesh.
 
     Returns:
         A tree of the same structure.

@@ -1,4 +1,14 @@
-"""CaM (Zhang et al. 2024): values of evicted tokens are merged into the values of later tokens."""
+"""CaM (Zhang et al. 2024): values of evicted tokens are merged into the values of later tokens.
+
+The cache holds sinks and a sliding window, as in StreamingLLM. A token that leaves the window is not lost entirely:
+
+1. Its attention probability A, from the newest query, is compared with the mean probability of the window's tokens.
+2. With probability min(1, A / mean) it is merged: 1 / `merged` of its value is added to the values of each of the next
+   `merged` tokens. Its key is dropped, and the keys of those tokens do not change.
+3. Otherwise it is dropped.
+
+If A is at most the mean, the draw keeps the expected sum of attention times value.
+"""
 
 import dataclasses
 

@@ -1,4 +1,19 @@
-"""H2O (Zhang et al. 2023): recent tokens, and earlier tokens with the highest accumulated attention."""
+"""H2O (Zhang et al. 2023): recent tokens, and earlier tokens with the highest accumulated attention.
+
+Per KV head, half of the slots (by default) hold the newest tokens, the other half the heavy hitters: earlier tokens to
+which queries have attended most so far.
+
+1. While the prompt is read, the attention probabilities that each token receives are summed over all queries that see
+   it and over the query heads of the group.
+2. After the prompt, the last tokens are kept, and of the others those with the largest sums. The rest is dropped.
+3. At every decode step, the probabilities of the new query are added to the sums of the tokens in the cache
+   (`observe`, from the statistics that attention returns).
+4. When a token leaves the recent window, it competes with the heavy hitters: the one with the smallest sum is evicted
+   (`compact`; the paper does so at every step, `compact_every=1`).
+
+Sums favor old tokens, which more queries have seen; `average=True` divides by the number of these queries. A dropped
+token never comes back, so that a token which only a later question needs is lost unless it received attention before.
+"""
 
 import dataclasses
 

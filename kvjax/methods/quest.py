@@ -1,4 +1,17 @@
-"""Quest (Tang et al. 2024): all tokens are kept in pages, and queries read the pages with the highest bounds."""
+"""Quest (Tang et al. 2024): all tokens are kept in pages, and queries read the pages with the highest bounds.
+
+All tokens stay in the cache; a step reads few pages of them. Per KV head:
+
+1. Tokens are stored in pages of 16, in the order of the text. A page that is not full yet is always read.
+2. The index of a page is the minimum and the maximum of its keys in every dimension.
+3. For a query q, sum_d max(q_d min_d, q_d max_d) is at least the product of q with any key of the page. This upper
+   bound is the page's score; it costs two products with vectors instead of 16.
+4. The pages with the highest scores are read, as many as the budget holds, and attended to exactly.
+
+While decoding, a page that becomes full is appended to the store, and its minimum and maximum to the index. One
+relevant token among 15 others is enough for a high bound. Keys that differ in many dimensions also give a high bound,
+so that some pages are read without need.
+"""
 
 import dataclasses
 import functools

@@ -1,4 +1,15 @@
-"""StreamingLLM (Xiao et al. 2023): sink tokens and a sliding window of recent tokens."""
+"""StreamingLLM (Xiao et al. 2023): sink tokens and a sliding window of recent tokens.
+
+Models give the first tokens of any text much attention, whatever they say, because the softmax has to put its weight
+somewhere. A window that drops them fails; a window that keeps them works for any length. Per KV head:
+
+1. The first `sinks` tokens are kept forever.
+2. The other slots are a ring buffer of the newest tokens. Each new token replaces the oldest one.
+3. In the paper, positions count inside the cache: RoPE sees the sinks right before the window (`reindex`). Keys are
+   stored rotated, so that the queries of the sinks are rotated back instead.
+
+Everything between sinks and window is lost.
+"""
 
 import dataclasses
 

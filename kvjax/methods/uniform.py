@@ -1,4 +1,12 @@
-"""A weighted uniform sample of the tokens between sinks and recent window; the baseline of other selections."""
+"""A weighted uniform sample of the tokens between sinks and recent window; the baseline of other selections.
+
+Per KV head, every token gets a random number from the row's key, the head and its position. Among the tokens that have
+left the recent window, the m with the smallest numbers are the sample: a uniform sample without replacement, at any
+time. A new token replaces the one with the largest number, if its number is smaller.
+
+Each sampled token has the weight n / m for n tokens between sinks and window, in both sums of attention. Keys, values
+and queries play no part. A method that selects or merges should be better than this at equal bytes.
+"""
 
 import dataclasses
 import functools

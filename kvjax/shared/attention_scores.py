@@ -40,7 +40,6 @@ def accumulate_scores(scores: AttentionScores, stats: AttentionStats) -> Attenti
     """Adds the attention probabilities of a step's queries to the scores.
 
     Args:
-        scores: the scores.
         stats: attention statistics of a policy with one segment, its window.
 
     Returns:
@@ -54,7 +53,6 @@ def newest_scores(scores: AttentionScores, stats: AttentionStats) -> AttentionSc
     """Replaces the scores by the attention probabilities of each row's newest query.
 
     Args:
-        scores: the scores.
         stats: attention statistics of a policy with one segment, its window.
 
     Returns:

@@ -85,7 +85,6 @@ def as_blocks(store: BlockStore, logit_cap: float | None = None) -> Blocks:
     """Returns a store in the form that kernels take.
 
     Args:
-        store: the store.
         logit_cap: soft cap of the logits.
 
     Returns:
@@ -179,7 +178,6 @@ def write_blocks(store: BlockStore, index: Int[Array, "M"], blocks: BlockStore) 
     """Writes M blocks of one head.
 
     Args:
-        store: the store.
         index: where each block goes; blocks past the end are dropped.
         blocks: the blocks, not quantized.
 

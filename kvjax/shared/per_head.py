@@ -15,7 +15,6 @@ def per_head(function: Callable[..., Any], *in_axes: int | None) -> Callable[...
     """Maps a function of one head's arrays over batch rows and KV heads.
 
     Args:
-        function: the function.
         *in_axes: axis of KV heads of every argument; None for an argument that all heads of a row share. By default 0
             for all.
 
@@ -111,7 +110,6 @@ def top_indices(score: Float[Array, "T"], valid: Bool[Array, "T"], count: int) -
     """Returns the indices of the valid tokens with the highest scores, in ascending order.
 
     Args:
-        score: scores.
         valid: tokens that may be chosen.
         count: number of indices; if there are fewer valid tokens, the others are arbitrary and come last.
 

@@ -26,6 +26,7 @@ class Tokens:
     count: Int[Array, "B"]  # int32
     first: Int[Array, "B"]  # int32, position of the row's first token
     slot: Int[Array, "B P"]  # int32, staging slot of each token
+    scores: Float[Array, "B H_kv P"] | None = None  # float32 predicted scores (`Requirements.predicted_scores`)
 
     @property
     def present(self) -> Bool[Array, "B P"]:
@@ -51,6 +52,7 @@ class Staging:
 
     keys: Float[Array, "B H_kv S D"]
     values: Float[Array, "B H_kv S D_v"]
+    scores: Float[Array, "B H_kv S"] | None = None  # float32 predicted scores, if the policy requires them
 
 
 @state
@@ -75,19 +77,22 @@ class Counters:
         return self.first + self.count
 
 
-def init_staging(spec: CacheSpec, slots: int) -> tuple[Staging, Counters]:
+def init_staging(spec: CacheSpec, slots: int, *, scored: bool = False) -> tuple[Staging, Counters]:
     """Returns an empty staging buffer and its counters.
 
     Args:
         spec: the cache's spec.
         slots: maximum number of tokens in the buffer, P.
+        scored: whether tokens have predicted scores.
 
     Returns:
         The buffer and the counters.
     """
     shape = (spec.batch, spec.kv_heads, allocated_slots(slots))
     staging = Staging(
-        keys=jnp.zeros((*shape, spec.head_dim), spec.dtype), values=jnp.zeros((*shape, spec.value_width), spec.dtype)
+        keys=jnp.zeros((*shape, spec.head_dim), spec.dtype),
+        values=jnp.zeros((*shape, spec.value_width), spec.dtype),
+        scores=jnp.zeros(shape, jnp.float32) if scored else None,
     )
     # One buffer per field, so that the state can be donated.
     counts = {name: jnp.zeros(spec.batch, jnp.int32) for name in ("count", "first", "overflow", "past")}
@@ -100,15 +105,16 @@ def append(
     keys: Float[Array, "B T H_kv D"],
     values: Float[Array, "B T H_kv D_v"],
     lengths: Int[Array, "B"] | None,
+    scores: Float[Array, "B H_kv T"] | None = None,
 ) -> tuple[Staging, Counters]:
     """Appends T tokens, the first `lengths[b]` of them in row b.
 
     Args:
         staging: the buffer.
-        counters: its counters.
         keys: new keys.
         values: new values.
         lengths: tokens per row; None for T.
+        scores: predicted scores, if the buffer has them.
 
     Returns:
         The buffer and the counters. Tokens without a slot and invalid lengths are counted in `overflow`.
@@ -148,14 +154,16 @@ def append(
         count=counters.count + taken,
         overflow=jnp.minimum(counters.overflow + jnp.abs(lengths - taken), _MAX_COUNT),
     )
-    return Staging(write(staging.keys, keys), write(staging.values, values)), counters
+    new_scores = staging.scores
+    if new_scores is not None and scores is not None:
+        new_scores = write(new_scores[..., None], scores.swapaxes(1, 2)[..., None])[..., 0]
+    return Staging(write(staging.keys, keys), write(staging.values, values), new_scores), counters
 
 
 def appended_mask(counters: Counters, tokens: int) -> Bool[Array, "B T"]:
     """Returns which of the newest staging slots hold a token.
 
     Args:
-        counters: the counters.
         tokens: T, number of newest slots.
 
     Returns:
@@ -169,7 +177,6 @@ def staged_segment(staging: Staging, counters: Counters, tokens: int) -> Segment
 
     Args:
         staging: the buffer.
-        counters: its counters.
         tokens: T newest tokens, whose queries see tokens up to their own (causal attention); 1 for queries that see
             everything.
 
@@ -191,7 +198,6 @@ def num_visible_staged(counters: Counters, tokens: int) -> Int[Array, "B #T"]:
     """Counts the staged tokens of its row that each query sees.
 
     Args:
-        counters: the counters.
         tokens: as for `staged_segment`.
 
     Returns:
@@ -213,7 +219,6 @@ def take_staged(staging: Staging, counters: Counters) -> tuple[Tokens, Counters]
 
     Args:
         staging: the buffer.
-        counters: its counters.
 
     Returns:
         The tokens, moved to the first slots of every row, and the counters of an empty buffer.
@@ -229,7 +234,8 @@ def take_staged(staging: Staging, counters: Counters) -> tuple[Tokens, Counters]
     slot = jax.vmap(order)(counters.present)
     gather = jax.vmap(lambda x, slot: x[:, slot])
     keys, values = gather(staging.keys, slot), gather(staging.values, slot)
-    tokens = Tokens(keys, values, counters.count, counters.first, slot)
+    scores = None if staging.scores is None else gather(staging.scores, slot)
+    tokens = Tokens(keys, values, counters.count, counters.first, slot, scores)
     emptied = dataclasses.replace(
         counters,
         present=jnp.zeros_like(counters.present),

@@ -67,9 +67,6 @@ def init_window(spec: CacheSpec, sinks: int, recent: int, selected: int = 0) -> 
 def occupancy(window: Window) -> tuple[Int[Array, "B"], Int[Array, "B"], Int[Array, "B"]]:
     """Returns how many tokens of each row are sinks, recent, and between them.
 
-    Args:
-        window: the window.
-
     Returns:
         Three int32 counts per row: sink tokens, recent tokens, and tokens that have left the recent slots.
     """
@@ -136,7 +133,6 @@ def slide(window: Window, new: Tokens) -> tuple[Window, Tokens]:
     """Appends new tokens to a window: first to its empty sink slots, then to its recent tokens.
 
     Args:
-        window: the window.
         new: the tokens that follow the tokens of the window.
 
     Returns:
@@ -201,7 +197,6 @@ def window_segments(
     """Returns the window as attention reads it; nothing for a window without slots.
 
     Args:
-        window: the window.
         selected: occupied selected slots.
         log_weight: log-weights of all slots.
         num_visible_staged: hides as many of the oldest recent tokens as the query sees staged ones, so that exactly
@@ -230,7 +225,6 @@ def write_selected(
     """Writes tokens into selected slots.
 
     Args:
-        window: the window.
         slot: selected slots to write to; slots past the end are dropped.
         keys: keys to choose from.
         values: values to choose from.
@@ -256,7 +250,6 @@ def put_aligned(
     """Writes into an array over the window's slots as `write_selected` writes the keys.
 
     Args:
-        window: the window.
         slot: selected slots to write to; slots past the end are dropped.
         buffer: the array over the window's slots.
         tokens: an array over T tokens.
@@ -285,10 +278,8 @@ def insert_full_chunks(
     Attention reads the collected tokens as part of the window.
 
     Args:
-        window: the window.
         pending: int32, collected tokens per row.
         left: tokens that leave the recent window.
-        chunk_tokens: tokens per chunk.
         insert_chunk: maps (keys [B, H_kv, R, chunk_tokens, D], values, positions [B, R, chunk_tokens], full [B, R]) to
             the updated store.
 

@@ -368,11 +368,13 @@ class CachedModel:
             A generator with one row.
         """
         policy: Policy = kvjax.Exact(compact_every=min(_TAIL_BLOCK, max_new_tokens))
+        scorer = None
         kv_dtype = self._resolve(max_text_tokens, 0, compile_cache.length_bucket(max_text_tokens)[0])[2]
         if max_new_tokens > EXACT_TAIL_TOKENS:
             # Without a budget here, the policy has one.
             streamed = self if self.budget is None else dataclasses.replace(self, budget=EXACT_TAIL_TOKENS)
-            policy = streamed.generator(max_prompt_tokens=1, max_new_tokens=max_new_tokens, streaming=True).policies[0]
+            generator = streamed.generator(max_prompt_tokens=1, max_new_tokens=max_new_tokens, streaming=True)
+            policy, scorer = generator.policies[0], generator.scorer
         return Generator(
             self.llm.model,
             policy,
@@ -382,6 +384,7 @@ class CachedModel:
             eos=self.llm.tokenizer.eos_ids,
             allow_beyond_context=self.allow_beyond_context,
             kv_dtype=kv_dtype,
+            scorer=scorer,
             continues_texts=True,
             context_tokens=context_tokens,
         )
@@ -433,7 +436,7 @@ class CachedModel:
             **sizes,
             eos=self.llm.tokenizer.eos_ids,
             allow_beyond_context=self.allow_beyond_context,
-            scorer=self.llm.scorer(self.heads) if resolved.requires.predicted_scores and not streaming else None,
+            scorer=self.llm.scorer(self.heads) if resolved.requires.predicted_scores else None,
             context_tokens=context_tokens,
         )
 

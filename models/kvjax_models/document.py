@@ -390,7 +390,7 @@ def open_document(llm: "LanguageModel", directory: str | os.PathLike) -> Documen
         raise ValueError(f"the document in {saves.directory} belongs to another model: {difference}")
     notes = saves.notes(step)
     policies = [policy_of(description) for description in notes["policies"]]
-    needs_scorer = any(policy.requires.predicted_scores for policy in policies) and not notes["streaming"]
+    needs_scorer = any(policy.requires.predicted_scores for policy in policies)
     generator = Generator(
         llm.model,
         [policies[number] for number in notes["layers"]],

@@ -394,7 +394,14 @@ class Engine:
         generator, block_size = self.generator, self.generator.block_size
         steps = min(self._stream_interval or block_size, block_size - self._in_block)
         self._state, sampled = decode_block(
-            generator.model, self._mesh, generator.eos, block_size, self._state, steps, self._texts
+            generator.model,
+            self._mesh,
+            generator.eos,
+            block_size,
+            self._state,
+            steps,
+            self._texts,
+            generator.scorer,
         )
         self._in_block += steps
         done, faults = np.asarray(self._state.done), np.asarray(_count_faults(self._state, self._mesh))

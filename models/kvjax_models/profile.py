@@ -368,11 +368,10 @@ def find(model: Llama) -> Profile | None:
     Raises:
         ValueError: if the saved file is damaged or belongs to another model.
     """
-    path = _path(model)
-    if path.is_file():
-        return read_file(path, model)
-    shipped = _shipped().get(path.stem)
-    return None if shipped is None else read_file(shipped, model)
+    saved = _path(model)
+    key = saved.stem
+    path = saved if saved.is_file() else _shipped().get(key)
+    return None if path is None else _read_once(path, path.stat().st_mtime_ns, key, model.config)
 
 
 def find_or_measure(model: Llama, tokenizer: Tokenizer | None, *, scorer: bool = False) -> Profile | None:
@@ -475,10 +474,21 @@ def read_file(path: pathlib.Path, model: Llama) -> Profile:
     Raises:
         ValueError: if the file is damaged, or is not a profile of the model.
     """
+    return _read(path, profile_key(model), model.config)
+
+
+@functools.lru_cache(maxsize=8)
+def _read_once(path: pathlib.Path, modified: int, key: str, config: LlamaConfig) -> Profile:
+    """Reads a file that was `modified` at a time in nanoseconds; every call of `LanguageModel` asks for it."""
+    return _read(path, key, config)
+
+
+def _read(path: pathlib.Path, key: str, config: LlamaConfig) -> Profile:
+    """Reads the profile of a model with a `profile_key` and a config."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        valid = _header(arrays) == {"format": _FORMAT, "model": profile_key(model)} and _are_valid(arrays, model.config)
+        valid = _header(arrays) == {"format": _FORMAT, "model": key} and _are_valid(arrays, config)
     except (ValueError, TypeError, KeyError, AttributeError, OSError, EOFError, zipfile.BadZipFile, zlib.error):
         valid = False
     if not valid:

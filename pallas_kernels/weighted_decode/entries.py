@@ -107,7 +107,6 @@ def check_kernel_support(queries: Float[Array, "B H R D"], logit_cap: float | No
 
     Args:
         queries: The R queries of each head.
-        logit_cap: The cap of the logits.
         value_dim: D_v; None means D.
 
     Raises:

@@ -200,7 +200,6 @@ def _compute_weights(
 
     Args:
         logits: Products divided by sqrt(D), in a layout L of queries and slots.
-        entries: The entries.
         lay_out: Brings per-slot arrays into that layout.
         slot_axes: The slot axes of that layout.
 

@@ -16,8 +16,9 @@ from kvjax.attention import attend_segments
 from kvjax.cache import layer_policy
 from kvjax.partials import merge, normalize
 from kvjax.quantization import dequantize, quantize
-from kvjax.segment import Segment, array_bytes
+from kvjax.segment import Segment
 from kvjax.sliding_window import SlidingWindow
+from pallas_kernels.quantized_array import array_bytes
 from pallas_kernels.weighted_decode import COMPUTE_BOUND_QUERIES, Partials
 from tests.kvjax.support import (
     LENGTHS,

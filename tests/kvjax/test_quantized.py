@@ -17,9 +17,10 @@ from kvjax.methods.exact.append_only_store import AppendOnlyStore
 from kvjax.methods.top_k.kvzip import KVzip
 from kvjax.quantization import FORMATS, dequantize, quantize
 from kvjax.registry import POLICIES as REGISTERED
-from kvjax.segment import BlockStoreRead, array_bytes
+from kvjax.segment import BlockStoreRead
 from kvjax.shared.block_store import BlockStore
 from kvjax.state import RunningMean
+from pallas_kernels.quantized_array import array_bytes
 from tests.kvjax.support import (
     HEAD_DIM,
     LENGTHS,

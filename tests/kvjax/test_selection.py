@@ -211,6 +211,53 @@ def test_kvzap_keeps_the_tokens_with_the_highest_predicted_scores(reserve):
         assert kept[row, head, : len(best)].tolist() == best
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("recent", [0, 6])
+def test_kvzap_drops_later_tokens_of_low_score(recent, streaming):
+    """Every compaction keeps sinks, the newest tokens and those of highest score; rows get tokens in turns."""
+    policy = kvjax.KVzap(14, sinks=2, recent=recent, compact_every=4)
+    stream, spec = make_stream(), make_spec(layer=0, layers=1)
+    random = np.random.default_rng(4)
+    ranks = np.broadcast_to(np.arange(-64.0, 0), (BATCH, 2, 64))  # exact in bfloat16
+    scores = random.permuted(ranks, axis=-1).astype(np.float32)
+    cache = kvjax.init(policy, spec, row_keys())
+    counts = np.zeros(BATCH, int)
+    kept = [[[] for _ in range(2)] for _ in range(BATCH)]
+    if not streaming:
+        counts[:] = LENGTHS
+        prompt = stream.keys[:, :PROMPT], stream.values[:, :PROMPT], jnp.array(LENGTHS)
+        cache, _ = kvjax.prefill(cache, *prompt, predicted_scores=jnp.asarray(scores[:, :, :PROMPT]))
+        for row, head in itertools.product(range(BATCH), range(2)):
+            rank = scores[row, head, : counts[row]].copy()
+            rank[max(counts[row] - recent, 0) :] = 1e3
+            rank[:2] = np.inf
+            kept[row][head] = np.argsort(-rank)[: policy.budget].tolist()
+    for block in range(6):
+        new = np.array([4, 4 * (block % 2), 3])[:BATCH]
+        index = np.minimum(counts[:, None] + np.arange(4), 63)
+        keys, values = (np.take_along_axis(x, index[..., None, None], 1) for x in (stream.keys, stream.values))
+        new_scores = np.take_along_axis(scores, index[:, None], 2)
+        cache = kvjax.append(cache, keys, values, jnp.asarray(new), predicted_scores=jnp.asarray(new_scores))
+        cache = kvjax.compact(cache)
+        counts += new
+        for row, head in itertools.product(range(BATCH), range(2)):
+            tokens = [*kept[row][head], *range(counts[row] - new[row], counts[row])]
+            protected = {*range(2), *range(counts[row] - max(recent, 4), counts[row])}
+            rank = [1e3 if token in protected else scores[row, head, token] for token in tokens]
+            kept[row][head] = [tokens[i] for i in np.argsort(-np.array(rank), kind="stable")[: policy.budget]]
+            weights = np.asarray(read_weights(cache))[row, head]
+            assert np.flatnonzero(weights > 0.5).tolist() == sorted(kept[row][head])
+
+
+def test_new_tokens_without_predicted_scores_are_refused():
+    stream, cache = make_stream(), kvjax.init(kvjax.KVzap(24), make_spec(layer=0, layers=1), row_keys())
+    new = stream.keys[:, :1], stream.values[:, :1]
+    with pytest.raises(ValueError, match=r"KVzap\(.* requires predicted scores of new tokens; pass predicted_scores"):
+        kvjax.step(cache, stream.queries[:, :1], *new)
+    with pytest.raises(ValueError, match=r"predicted_scores have shape \(3, 2, 2\), expected \[B, H_kv, T\] = "):
+        kvjax.append(cache, *new, predicted_scores=jnp.zeros((3, 2, 2)))
+
+
 def test_heads_have_their_predicted_scores():
     policy, scores = kvjax.KVzap(24, compact_every=4), predicted_scores()
     cache = prefill_with_scores(kvjax.HeadBudgets(policy, ((0.5, 0.7),)), jnp.asarray(scores))

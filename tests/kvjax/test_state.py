@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax.methods.exact import append_only_store
@@ -241,3 +241,11 @@ def test_a_cache_is_described_in_three_lines_also_without_arrays():
     for part in ("batch=3, kv_heads=2", "dtype=int4", f"{kvjax.cache_bytes(cache).device:,} bytes on the device"):
         assert part in texts[0]
     assert "no arrays" in repr(jax.tree.map(lambda _: 0, cache)) and "no arrays" in repr(jax.tree.map(str, cache))
+
+
+def test_misspelled_axes_are_errors():
+    with pytest.raises(TypeError, match="Misspelled.keys has the unknown axis 'H_kw'; did you mean 'H_kv'"):
+
+        @state
+        class Misspelled:
+            keys: Float[Array, "B H_kw S D"]

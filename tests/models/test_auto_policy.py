@@ -22,8 +22,8 @@ def model():
     return Llama(small_config(layers=LAYERS, query_heads=4, kv_heads=KV_HEADS, width=32), rngs=nnx.Rngs(0))
 
 
-def make_profile(needs):
-    return Profile(np.tile(needs, (len(FRACTIONS), 1, 1)), *(np.zeros(0),) * 5)
+def make_profile(needs, scorer=np.zeros(0)):  # noqa: B008
+    return Profile(np.tile(needs, (len(FRACTIONS), 1, 1)), np.zeros(0), scorer, *(np.zeros(0),) * 3)
 
 
 NEEDS = np.linspace(0.01, 0.9, LAYERS * KV_HEADS).reshape(LAYERS, KV_HEADS)
@@ -51,8 +51,29 @@ def test_auto_stores_few_bits_and_all_tokens_of_some_heads(model, budget, kv_dty
     assert resolved_dtype == expected and resolved_budget == ("25%" if budget is None else budget)
     heads = [(LAYERS - 1, 1), (LAYERS - 1, 0), (LAYERS - 2, 1)][:full]
     options = {"reserve_decode_slots": True, "compact_every": compact_every}
-    policy = kvjax.KVzap(64, recent=16, **options) if budget == "3%" else kvjax.SnapKV(64, window_size=16, **options)
+    policy = kvjax.KVzap(64, recent=16, **options)
     assert choice.make(64) == kvjax.HeadBudgets(policy, retrieving_heads(LAYERS, KV_HEADS, heads))
+
+
+def test_auto_without_a_scorer_selects_by_other_scores(model):
+    profile = make_profile(NEEDS, scorer=None)
+    choice, *_ = resolve(model, "auto", profile=profile)
+    options = {"reserve_decode_slots": True, "compact_every": 16}
+    assert choice.make(64).policy == kvjax.SnapKV(64, window_size=16, **options)
+    choice, *_ = resolve(model, "auto", profile=profile, streaming=True)
+    assert choice.make(100).policy == kvjax.Chelsea(100, compact_every=16)
+
+
+def test_heads_of_retrieval_policies_read_equally(model):
+    profile = make_profile(NEEDS)
+    for text in ("clusterkv:heads=auto@25%", "quest:heads=auto,host_steps=4@25%", "infinigen:heads=auto@25%"):
+        choice, *_ = resolve(model, text, profile=profile)
+        assert choice == PolicyChoice.parse(text.replace("heads=auto,", "").replace(":heads=auto", ""))
+    for heads in ("auto", profile):
+        assert resolve(model, "clusterkv", "25%", heads=heads)[0].make(64) == kvjax.ClusterKV(64)
+        assert resolve(model, kvjax.Quest, "25%", heads=heads)[0] is kvjax.Quest
+        assert resolve(model, kvjax.Quest(64), heads=heads)[0] == kvjax.Quest(64)
+    assert resolve(model, "clusterkv", "25%", heads=SHARES)[0].make(64).shares == SHARES
 
 
 def test_layers_with_a_window_have_no_shares():
@@ -105,7 +126,7 @@ def test_auto_stages_more_tokens_in_a_large_cache(model):
 def test_auto_uses_a_policy_that_streams_for_streamed_prompts(model):
     choice, *_ = resolve(model, "auto", "25%", profile=make_profile(NEEDS), streaming=True)
     policy = choice.make(100)
-    assert isinstance(policy.policy, kvjax.Chelsea) and not policy.requires.entire_prompt and str(choice) == "auto"
+    assert isinstance(policy.policy, kvjax.KVzap) and not policy.requires.entire_prompt and str(choice) == "auto"
 
 
 def test_later_tokens_of_a_long_generation_replace_tokens_of_the_prompt(model):

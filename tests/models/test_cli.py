@@ -258,7 +258,7 @@ def test_a_closed_output_is_an_error_of_one_line():
 
 def test_a_full_disk_is_an_error_of_one_line(tmp_path):
     options = f'{MODEL} --prompt="Read the record." --max_new_tokens=4 --save_dir={tmp_path / "run"}'
-    process = run_bash(f"trap '' XFSZ; ulimit -f 20; $KVJAX generate {options}")
+    process = run_bash(f"trap '' XFSZ; ulimit -f 1; $KVJAX generate {options}")
     assert process.returncode == 1
     # Threads of orbax and tensorstore must not print tracebacks.
     assert process.stderr.startswith("kvjax: step 4 could not be saved"), process.stderr

@@ -117,6 +117,28 @@ def test_generation_continues_with_later_tokens():
     assert start(generator.with_batch(3)).positions.tolist() == list(LENGTHS)
 
 
+def test_streamed_tokens_have_the_scores_of_an_entire_prompt():
+    generator = make_generator(kvjax.KVzap(112, compact_every=8), streaming=True)
+    state, (_, results) = start(generator), prefilled(CHUNK)
+    for number in (0, 2):
+        for row, length in enumerate(LENGTHS):
+            scores = np.asarray(state.layers[number].state.scores[row, :, :length], np.float32)
+            expected = results[number].predicted_scores[row, :, :length]
+            np.testing.assert_allclose(scores, expected, rtol=0.01, atol=0.01)  # bfloat16
+    entire = make_generator(kvjax.Exact(8))
+    assert generator.decode_all(state, 30)[0] == entire.decode_all(start(entire), 30)[0]
+
+
+def test_long_answers_have_bounded_memory():
+    policy = kvjax.KVzap(24, recent=8, compact_every=8)
+    generator = make_generator(policy, max_new_tokens=64)
+    state = generator.decode_all(start(generator), 60)[1]
+    store = state.layers[0].state
+    assert store.keys.shape[2] == 24 and np.isfinite(np.asarray(store.scores, np.float32)).all()
+    newest = np.asarray(store.newest)
+    assert ((newest >= policy.sinks) & (newest < 24)).all() and all(len(set(one)) == 8 for one in newest.reshape(-1, 8))
+
+
 def test_other_policies_predict_no_scores():
     generator = make_generator(kvjax.SnapKV(40, window_size=8, compact_every=8))
     assert generator.scorer is None
@@ -131,8 +153,6 @@ def test_generators_without_a_scorer_are_refused():
         make_generator(scorer=None)
     with pytest.raises(ValueError, match=r"scorer has shape \(2, 34, 2\), expected \[L, W\+2, H_kv\] = \(3, 34, 2\)"):
         make_generator(scorer=scorer()[:2])
-    with pytest.raises(ValueError, match="compresses entire prompts"):
-        make_generator(streaming=True)
     cache = kvjax.init(POLICY, make_generator().specs[0], jax.random.split(jax.random.key(0), 3))
     with pytest.raises(ValueError, match="KVzap needs predicted scores of the prompt's tokens, which adapters do not"):
         adapter_layers.prefill(cache, *[jnp.ones((3, 8, heads, 16)) for heads in (4, 2, 2)], jnp.array([8, 8, 8]))

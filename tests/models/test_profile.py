@@ -1,6 +1,8 @@
 """The profile of a model: measurement, files, calibration texts, and the command."""
 
+import dataclasses
 import json
+import os
 import re
 
 import jax
@@ -140,6 +142,15 @@ def test_a_saved_profile_belongs_to_all_files_of_a_model(llm, measured):
         assert_equal(profile.find(model), measured, rtol=1e-3, atol=1e-3)
     assert profile.save(llm.model, profile.find(llm.model)) == path
     assert_equal(profile.find(llm.model), measured, rtol=2e-3, atol=2e-3)
+
+
+def test_files_are_read_once_until_they_change(llm, measured):
+    path = profile.save(llm.model, measured)
+    first = profile.find(llm.model)
+    assert profile.find(llm.model) is first
+    profile.save(llm.model, dataclasses.replace(measured, scorer=None))
+    os.utime(path, ns=(0, 0))
+    assert first.scorer is not None and profile.find(llm.model).scorer is None
 
 
 def test_damaged_files_are_refused(llm, measured, tmp_path):

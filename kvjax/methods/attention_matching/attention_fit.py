@@ -57,8 +57,6 @@ def capped_logits(
     """Returns the logits of all pairs.
 
     Args:
-        queries: queries.
-        keys: keys.
         logit_cap: soft cap of the logits.
 
     Returns:
@@ -79,10 +77,8 @@ def attention_shares(
     """Returns the shares that keys have in the denominators of the full cache.
 
     Args:
-        queries: queries.
         valid: queries that exist.
         log_mass: logarithms of the denominators.
-        keys: keys.
         used: keys that exist.
         logit_cap: soft cap of the logits.
 

@@ -1,4 +1,20 @@
-"""Attention Matching (Zweiger et al. 2026): fewer entries that reproduce the attention of reference queries."""
+"""Attention Matching (Zweiger et al. 2026): fewer entries that reproduce the attention of reference queries.
+
+A selection of tokens, which is then fitted such that attention to it equals attention to all tokens, for queries like
+the references. Per KV head:
+
+1. Reference queries are taken from the prompt, or from a repetition of it, and their attention to the entire prompt is
+   computed: logits, softmax denominators and outputs.
+2. Keys are chosen: those with the largest root mean square of attention, or by orthogonal matching pursuit.
+3. Each chosen key gets a log-weight. The weights solve a non-negative least squares problem: the weighted sum of the
+   chosen exponentials must equal the denominator of all keys, for every reference.
+4. Each chosen key gets a new value. The values solve a ridge regression: the references must get the attention
+   outputs of the full cache. The penalty pulls values towards the original ones.
+5. Optionally, Adam refines keys, log-weights and values together.
+
+Sinks and recent tokens keep weight 1 and their values. Attention reads the entries like any others: log-weights are
+added to the logits.
+"""
 
 import dataclasses
 import math
@@ -116,7 +132,6 @@ class AttentionMatching(TopKPolicy):
 
         Args:
             state: an empty store.
-            prompt: the prompt.
 
         Returns:
             The store.
@@ -243,7 +258,6 @@ def attend_references(
     """Computes the attention of reference queries to an entire prompt, in blocks of queries.
 
     Args:
-        prompt: the prompt.
         queries: queries; the heads of a group take turns.
         valid: which queries exist.
 

@@ -18,7 +18,6 @@ def ridge_solve(matrix: Float[Array, "R S"], target: Float[Array, "R D"], ridge:
     The smaller one of both Gram matrices is factored. Columns of zeros get solutions of zero.
 
     Args:
-        matrix: the matrix.
         target: right-hand sides.
         ridge: penalty relative to the matrix; about 1e-6 is the least for which float32 suffices.
 

@@ -1,5 +1,19 @@
 """BalanceKV in practice (Kochetkova et al. 2025): the prompt is halved after prefill, and all later tokens are kept.
 
+A set of tokens is divided into two halves that give nearly equal attention outputs for any query, and one half is kept
+with twice the weight. Per KV head:
+
+1. After the prompt has been read exactly, sinks and recent tokens are kept with weight 1.
+2. The tokens between them are cut into blocks of `block_size`.
+3. In a block, a self-balancing walk gives every token a sign, in order. The sign is random, but tilted against the sum
+   of the earlier signs, in which token j counts by its similarity to token i: exp of their keys' product times the
+   product of their values. Tokens of either sign then represent the block.
+4. `balance.exact_halving` keeps exactly half of the block, mostly tokens of one sign, with twice the weight.
+5. Steps 2 to 4 repeat until the tokens fit into the budget.
+
+A random half also represents the block on average; the walk reduces its error. While decoding every later token is
+kept, in slots beyond the budget. The selection depends on keys and values only, so that any question can follow.
+
 `BalanceKVTheory` is Algorithm 1 with its error bound.
 """
 

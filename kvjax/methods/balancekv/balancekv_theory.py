@@ -1,4 +1,18 @@
-"""BalanceKV (Kochetkova et al. 2025), Algorithm 1, with its error bound. `BalanceKV` is the practical system."""
+"""BalanceKV (Kochetkova et al. 2025), Algorithm 1, with its error bound. `BalanceKV` is the practical system.
+
+The stream of tokens is compressed as it arrives, separately for the two sums of attention. Per KV head:
+
+1. Numerator (`value_buckets`): a token goes to the bucket of its value norm, one per power of two. Norms within a
+   bucket differ by at most a factor of two, which the bound needs.
+2. Every bucket is a merge-and-reduce tree (`merge_reduce`). Tokens fill bins, the leaves of a binary tree. When two
+   sibling bins are full, they are halved together into one bin of the next level, whose tokens have twice the weight.
+   Memory grows with the logarithm of the stream.
+3. A halving (`balance.softmax_balance`) gives every token a sign by a self-balancing walk and keeps the tokens of the
+   rarer sign.
+4. Denominator: one more tree, of keys alone.
+
+Attention merges the segments of the window, of the numerator's trees and of the denominator's tree.
+"""
 
 import dataclasses
 import functools

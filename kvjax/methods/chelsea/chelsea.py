@@ -1,4 +1,21 @@
-"""Chelsea (2025): tokens between sinks and recent window become weighted centroids by chunked soft matching."""
+"""Chelsea (2025): tokens between sinks and recent window become weighted centroids by chunked soft matching.
+
+Per KV head, the cache is the sinks, the recent window and at most B centroids (key, value, degree). A centroid is the
+mean of the tokens that were merged into it, and its degree is their number. Attention adds log(degree) to its logit, so
+that it weighs as much as these tokens would with equal keys and values.
+
+Tokens that leave the recent window become centroids of degree 1, in the order of the text. When there are more than B,
+`soft_matching.compress` merges them in steps:
+
+1. The centroids are divided into chunks of c neighbors. In a chunk, those at even places are A, the others B.
+2. Every A finds the B of its chunk with the most similar key (cosine). Chunks keep this linear in the length.
+3. The most similar pairs of all chunks are merged, a share r_i of the centroids in step i: degrees add, keys and values
+   become means weighted by degree. Shares fall from step to step (the schedule): later pairs are less similar.
+4. Steps repeat until B centroids are left.
+
+The prompt is compressed once in this way. While decoding, a compaction appends the tokens that left the window and
+merges again. Only keys decide which centroids merge; queries and values do not.
+"""
 
 import dataclasses
 import functools

@@ -105,7 +105,6 @@ def merge_most_similar(
     Ties go to the earlier entry. Degrees add; keys and values become means weighted by degree.
 
     Args:
-        entries: the entries.
         merges: number of entries to merge.
         chunk: entries among which an entry looks for a partner; even.
         max_merges: upper bound of `merges`.

@@ -1,5 +1,18 @@
 """ClusterGen (Zandieh et al. 2025): recent tokens, and k centers of the keys before them by greedy k-center.
 
+After the prompt has been read exactly, per KV head:
+
+1. The last r tokens are kept (`recent`), and the sinks if there are any.
+2. The other keys are candidates. The first candidate is the first center.
+3. The candidate that is farthest, in l2 distance, from its nearest center becomes the next center, until there are k.
+   This is farthest-first traversal (Gonzalez 1985): its largest distance is at most twice the optimum.
+4. The centers' keys and values are kept unchanged, with weight 1. All other tokens of the prompt are dropped.
+
+While decoding, new tokens enter the recent window, and tokens that leave it are dropped. The centers stay.
+
+The centers cover the range of the keys: a key unlike all others is kept even if no query has attended to it. Nothing
+depends on queries, so that one compression serves any question.
+
 The experiments of ClusterGen and of SubGen run this method. The streaming algorithm of both papers is `SubGen`.
 """
 

@@ -1,6 +1,21 @@
 """ClusterKV (Liu et al. 2024): all tokens are kept in semantic clusters, and queries read the nearest clusters.
 
-`ClusterKVResidual` is kvjax's variant.
+All tokens stay in the cache; a step reads few of them. Per KV head:
+
+1. After the prompt has been read exactly, k-means groups its keys by cosine similarity. Sinks are left out.
+2. Tokens are stored cluster by cluster, in blocks, so that a cluster is a run of blocks. The index of a cluster is its
+   mean key, its size and its first block.
+3. While decoding, new tokens wait in a window and are always read. When `chunk_tokens` of them have come together, they
+   are clustered among themselves and appended as `chunk_clusters` further clusters. Older clusters never change.
+
+At every step, per query head:
+
+4. The score of a cluster is the product of the query and its mean key.
+5. Clusters are selected in descending order of score until their sizes reach the budget B. The last one is cut.
+6. Attention reads the sinks, the window and the selected blocks in place (`pallas_kernels.cluster_recall`).
+
+`ClusterPolicy` has steps 1 to 3 and the selection of blocks; this file has the paper's settings and score.
+`ClusterKVResidual` is kvjax's variant, which also reads the means of clusters that are not selected.
 """
 
 import dataclasses

@@ -78,7 +78,6 @@ def append(store: AppendOnlyStore, new: Tokens) -> AppendOnlyStore:
     """Appends tokens after the occupied slots of every row.
 
     Args:
-        store: the store.
         new: the tokens.
 
     Returns:

@@ -1,4 +1,17 @@
-"""InfiniGen (Lee et al. 2024): all tokens are kept, and a few dimensions of keys predict which ones a query needs."""
+"""InfiniGen (Lee et al. 2024): all tokens are kept, and a few dimensions of keys predict which ones a query needs.
+
+All tokens stay in the cache; a step reads few of them, token by token. Per KV head:
+
+1. An orthogonal matrix (the skew, computed offline) rotates queries and keys such that few dimensions dominate their
+   products. Without one, the original dimensions are used.
+2. After the prompt has been read, the dimensions in which its queries are largest are selected: a share `partial`.
+3. The index holds every key in these dimensions only.
+4. At every step, the products of query and keys in these dimensions predict the logits.
+5. Tokens whose prediction is within `alpha` of the largest are read, at most `budget`. Other tokens have a predicted
+   weight below e^-alpha of the largest. Flat attention therefore reads more tokens than sharp attention.
+
+Later tokens are appended to the store and to the index.
+"""
 
 import dataclasses
 import functools

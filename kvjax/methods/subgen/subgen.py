@@ -1,5 +1,20 @@
 """SubGen (Zandieh et al. 2024), Algorithm 1: streaming attention in sublinear memory, with an error bound.
 
+Attention is a quotient of two sums over all tokens: exp(logit) times value (numerator) and exp(logit) (denominator).
+Each sum has an estimate from a sample of the stream. Per KV head, for every token:
+
+1. Numerator (`reservoir`): each of s slots takes the token with probability |v|^2 / mu, where mu is the sum of |v|^2 so
+   far. A slot then holds any token with probability |v|^2 / mu, and with the weight mu / (s |v|^2) the slots' sum is
+   an unbiased estimate.
+2. Denominator (`cluster_table`): the key joins the nearest of the cluster centers if it is within delta, and opens a
+   cluster otherwise. Each cluster holds t uniform samples of its n_i keys, each with weight n_i / t. Keys of a cluster
+   have similar logits for any query, so that few samples suffice.
+3. If all m clusters are in use, delta grows, and clusters whose centers are now within delta merge.
+
+Tokens are processed once, in order, and memory depends on s, m and t only. Sinks and a recent window, which the
+algorithm does not have, are exact; tokens go to the structures when they leave the window. Attention merges the
+segments of the window, of the reservoir (numerator alone) and of the sampled keys (denominator alone).
+
 The papers' experiments run k-center on the prompt instead: `ClusterGen`. `SubGenMean` is kvjax's variant.
 """
 

@@ -1,4 +1,14 @@
-"""SubGenMean: kvjax's variant of `SubGen`, which reads the means of a stream's clusters."""
+"""SubGenMean: kvjax's variant of `SubGen`, which reads the means of a stream's clusters.
+
+Per KV head, for every token that leaves the recent window:
+
+1. The key joins the nearest of the cluster centers if it is within delta, and opens a cluster otherwise.
+2. The center becomes the mean key of its cluster, and the cluster's value the mean of its values.
+3. If all clusters are in use, delta grows, and clusters whose centers are now within delta merge.
+
+Attention reads a cluster as one entry of weight n_i, its number of tokens: log(n_i) is added to the logit. Means
+add no sampling noise. The method has no error bound.
+"""
 
 import dataclasses
 import functools

@@ -1,4 +1,15 @@
-"""KVzip (Kim et al. 2025): the prompt's tokens to which a model attends when it repeats the prompt."""
+"""KVzip (Kim et al. 2025): the prompt's tokens to which a model attends when it repeats the prompt.
+
+A score that does not depend on a question: answering may need any token that repeating the text needs.
+
+1. The prompt is read exactly.
+2. The model reads the prompt again as if it repeated it, in chunks of `chunk_tokens` after the entire prompt.
+3. A token's score in a KV head is the largest attention probability that it receives from any query of the repetition
+   of its chunk, over the query heads of the group. The maximum, and not the sum: one query that needs it is enough.
+4. The tokens with the highest scores are kept (`TopKPolicy`). Keys and values of the repetition are dropped.
+
+Prefill takes about three times as long. `KVzap` predicts the scores instead.
+"""
 
 import dataclasses
 import functools

@@ -50,7 +50,6 @@ def leverage_scores(
     """Computes leverage scores of the prompt's keys.
 
     Args:
-        prompt: the prompt.
         among: tokens that count; the others get 0.
         rotated: as in `LeverageScores`.
         sketch: as in `LeverageScores`.

@@ -1,4 +1,17 @@
-"""SnapKV (Li et al. 2024): the prompt's tokens to which its last queries attend."""
+"""SnapKV (Li et al. 2024): the prompt's tokens to which its last queries attend.
+
+The last tokens of a prompt often ask for something, and later queries attend to the same tokens. Per KV head:
+
+1. The last `window_size` tokens form the observation window; they are always kept.
+2. The attention probabilities of the window's queries are summed for every earlier token, over the queries and over the
+   query heads of the group.
+3. These sums are averaged over `kernel_size` neighbors, so that the tokens around an important one are kept as well.
+4. The earlier tokens with the highest averages are kept, up to the budget.
+
+Later tokens get slots beyond the budget (`reserve_decode_slots`), and decoding evicts no token.
+`top_k_policy.TopKPolicy` ranks and stores the tokens; this file has the score. If the question comes after the
+compressed text, the window sees the end of the text instead of the question, and selects less well.
+"""
 
 import dataclasses
 

@@ -1,4 +1,15 @@
-"""The base class of policies that keep the highest-scoring tokens of a prompt."""
+"""The base class of policies that keep the highest-scoring tokens of a prompt.
+
+Most published selections differ in one function: the score of a token. Everything else is here, per KV head:
+
+1. The prompt is read exactly. `score` returns a number for every token, from keys, values, queries or a repetition.
+2. Sinks rank first, then the last tokens, then all others by score.
+3. The tokens of the highest ranks are copied into `budget` slots, in the order of rank; the others are dropped.
+4. While decoding, a later token takes a free slot, or else the slot of the token with the lowest rank. Later tokens
+   therefore need no score.
+
+`AdaKV` replaces step 3 by a selection among all heads of a layer, `HeadBudgets` gives every head its number of slots.
+"""
 
 import abc
 import dataclasses
@@ -63,9 +74,6 @@ class TopKPolicy(Policy[TopKStore]):
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
         """Scores every token of a prompt for every KV head.
 
-        Args:
-            prompt: the prompt.
-
         Returns:
             Scores, float32; tokens with higher scores are kept. Scores past a row's length are ignored.
         """
@@ -108,9 +116,6 @@ class TopKPolicy(Policy[TopKStore]):
     def rank(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
         """Ranks the tokens of a prompt: sinks first, then recent tokens, then all others by score.
 
-        Args:
-            prompt: the prompt.
-
         Returns:
             float32 numbers, larger for tokens to keep; -inf past a row's length.
         """
@@ -150,7 +155,6 @@ class TopKPolicy(Policy[TopKStore]):
 
         Args:
             state: an empty store.
-            prompt: the prompt.
 
         Returns:
             The store.
@@ -171,7 +175,7 @@ class TopKPolicy(Policy[TopKStore]):
         return (top_k_store.store_segment(state),)
 
     def compact(self, state: TopKStore, new: Tokens) -> TopKStore:
-        """Writes later tokens into empty slots, then over the tokens of lowest rank.
+        """Writes later tokens into empty slots, then over the tokens of lowest rank or, if they have scores, score.
 
         Args:
             state: the store.
@@ -180,7 +184,8 @@ class TopKPolicy(Policy[TopKStore]):
         Returns:
             The store.
         """
-        return top_k_store.append(state, new, self.sinks)
+        append = top_k_store.append if state.scores is None else top_k_store.append_scored
+        return append(state, new, self.sinks)
 
 
 def prompt_mask(prompt: Prompt) -> Bool[Array, "B 1 T"]:

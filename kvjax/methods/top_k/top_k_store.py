@@ -1,4 +1,8 @@
-"""A store of the highest-ranked tokens of a prompt, whose lowest-ranked tokens give way to later ones."""
+"""A store of the highest-ranked tokens of a prompt, whose lowest-ranked tokens give way to later ones.
+
+Without scores, later tokens need none: they overwrite the prompt's tokens in the order of rank (`append`). With scores,
+every compaction drops the tokens of lowest score among all but the sinks and the newest (`append_scored`).
+"""
 
 import dataclasses
 
@@ -16,7 +20,10 @@ from kvjax.state import kv_entries, state, static
 
 @state
 class TopKStore:
-    """The kept tokens of every head: a prompt's by rank in slots [0, ranked), later ones by `later_token_slots`."""
+    """The kept tokens of every head: a prompt's by rank in slots [0, ranked).
+
+    Later tokens are in the slots of `later_token_slots`, or with scores in those of the tokens that they replace.
+    """
 
     keys: Float[Array, "B H_kv S D"] = kv_entries(written_once=True)
     values: Float[Array, "B H_kv S D_v"] = kv_entries(written_once=True)
@@ -24,15 +31,19 @@ class TopKStore:
     later: Int[Array, "B"]  # int32, tokens received after the prompt
     slots: int = static()  # maximum number of tokens; the remaining ones of S stay empty
     log_weights: Float[Array, "B H_kv S"] | None = None  # in the dtype of the cache; None for 0
+    scores: Float[Array, "B H_kv S"] | None = None  # bfloat16, -inf in empty slots; None if later tokens have none
+    newest: Int[Array, "B H_kv R"] | None = None  # int32, slots of the newest tokens, oldest first; S for no token
 
 
-def init_top_k_store(spec: CacheSpec, slots: int, *, weighted: bool = False) -> TopKStore:
+def init_top_k_store(spec: CacheSpec, slots: int, *, weighted: bool = False, newest: int | None = None) -> TopKStore:
     """Returns an empty store.
 
     Args:
         spec: the cache's spec.
         slots: maximum number of tokens per KV head.
         weighted: whether entries have log-weights.
+        newest: number of newest tokens that `append_scored` keeps, at least `spec.staging_slots`; None for a store
+            without scores.
 
     Returns:
         The store.
@@ -45,6 +56,8 @@ def init_top_k_store(spec: CacheSpec, slots: int, *, weighted: bool = False) -> 
         later=jnp.zeros(spec.batch, jnp.int32),
         slots=slots,
         log_weights=jnp.zeros(shape, spec.dtype) if weighted else None,
+        scores=None if newest is None else jnp.full(shape, -jnp.inf, jnp.bfloat16),
+        newest=None if newest is None else jnp.full((*shape[:2], newest), shape[2], jnp.int32),
     )
 
 
@@ -79,11 +92,73 @@ def fill(
     return dataclasses.replace(store, keys=write(store.keys, keys), values=write(store.values, values), ranked=ranked)
 
 
+def start_scores(
+    store: TopKStore, rank: Float[Array, "B H_kv T"], scores: Float[Array, "B H_kv T"], sinks: int, recent: int
+) -> TopKStore:
+    """Adds the scores of a prompt to a store that `fill` filled.
+
+    Args:
+        store: the store.
+        rank: rank of every token, as for `fill`; the last tokens are ranked right after the sinks, newest first.
+        scores: score of every token.
+        sinks: first tokens, which are never dropped.
+        recent: last tokens of the prompt that are always kept.
+
+    Returns:
+        The store.
+    """
+    assert store.scores is not None and store.newest is not None
+    slots, size = store.scores.shape[2], store.newest.shape[2]
+    count = min(slots, rank.shape[2])
+    _, best = jax.lax.top_k(rank, count)
+    kept = jnp.take_along_axis(scores, best, axis=2)
+    kept = jnp.where(jnp.arange(count) < store.ranked[:, None, None], kept, -jnp.inf)
+    age = jnp.arange(size)[::-1]
+    newest = jnp.where(age < jnp.minimum(recent, store.ranked[:, None] - sinks), sinks + age, slots)
+    return dataclasses.replace(
+        store,
+        scores=store.scores.at[:, :, :count].set(kept.astype(store.scores.dtype)),
+        newest=jnp.broadcast_to(newest[:, None], store.newest.shape),
+    )
+
+
+def append_scored(store: TopKStore, new: Tokens, sinks: int) -> TopKStore:
+    """Writes later tokens over those of lowest score, other than sinks and the newest tokens.
+
+    Args:
+        store: a store with scores.
+        new: later tokens with predicted scores.
+        sinks: first tokens, which are never overwritten.
+
+    Returns:
+        The store.
+    """
+    assert store.scores is not None and store.newest is not None and new.scores is not None
+    size, tokens = store.newest.shape[2], new.keys.shape[2]
+
+    def choose(
+        scores: Float[Array, "S"], newest: Int[Array, "R"], new_scores: Float[Array, "P"], count: Int[Array, ""]
+    ) -> tuple[Int[Array, "P"], Float[Array, "S"], Int[Array, "R"]]:
+        """Returns the slots of one head's `count` new tokens, and the scores and the newest slots afterwards."""
+        slot = jnp.arange(scores.shape[0])
+        rank = jnp.where((slot < sinks) & ~jnp.isneginf(scores), jnp.inf, scores.astype(jnp.float32))
+        rank = jnp.where(slot < store.slots, rank, jnp.inf)
+        staying = jnp.where(jnp.arange(size) < count, scores.shape[0], newest)
+        rank = rank.at[staying].set(jnp.inf, mode="drop")
+        _, lowest = jax.lax.top_k(-rank, tokens)  # empty slots first, in their order
+        target = jnp.where(jnp.arange(tokens) < count, lowest, scores.shape[0])
+        scores = scores.at[target].set(new_scores.astype(scores.dtype), mode="drop")
+        newest = jax.lax.dynamic_slice(jnp.concatenate([newest, target]), (count,), (size,))
+        return target, scores, newest
+
+    target, scores, newest = per_head(choose, 0, 0, 0, None)(store.scores, store.newest, new.scores, new.count)
+    return dataclasses.replace(_write(store, new, target), scores=scores, newest=newest)
+
+
 def append(store: TopKStore, new: Tokens, sinks: int) -> TopKStore:
     """Writes later tokens into free slots, then over the tokens of lowest rank.
 
     Args:
-        store: the store.
         new: later tokens.
         sinks: first tokens, which are never overwritten.
 
@@ -93,6 +168,11 @@ def append(store: TopKStore, new: Tokens, sinks: int) -> TopKStore:
     number = store.later[:, None] + jnp.arange(new.keys.shape[2])
     target = later_token_slots(number, store.ranked, store.slots - store.ranked, sinks)
     target = jnp.broadcast_to(jnp.where(new.present, target, store.keys.shape[2])[:, None], new.keys.shape[:3])
+    return _write(store, new, target)
+
+
+def _write(store: TopKStore, new: Tokens, target: Int[Array, "B H_kv P"]) -> TopKStore:
+    """Writes later tokens into slots; those without a slot (S) are dropped."""
 
     def put(slots: Float[Array, "B H S *D"], new: Float[Array, "B H P *D"]) -> Float[Array, "B H S *D"]:
         return per_head(_put)(slots, target, new)

@@ -23,7 +23,7 @@ from keras_hub.src.utils.keras_utils import fused_attention_op_available
 
 import kvjax
 from kvjax.budget import Budget
-from kvjax.cache import layer_policy, with_counters
+from kvjax.cache import layer_policy, split_counters, with_counters
 from kvjax.policy import Policy, merge_requirements
 from kvjax.quantization import KVDtype
 from kvjax.registry import AnyPolicy
@@ -494,7 +494,7 @@ class _Generation:
         self.single_token_cache = jax.tree.map(lambda x: x[:1, ..., :1, :, :], empty_cache)
         with self._attention_replaced(forward.prefill):
             _, hidden, _ = self.call_with_cache(token_ids, empty_cache, 0)
-        stored = tuple(with_counters(cache, None) for cache in forward.caches)
+        stored = tuple(split_counters(cache)[0] for cache in forward.caches)
         self.carried = _Caches(stored, forward.caches[-1].counters)
         # Samplers ask for logits from the shortest prompt's last token on.
         self.first_hidden = max(self.max_length - self.sizes[1] - 1, 0)
@@ -526,7 +526,7 @@ class _Generation:
         counters = jax.tree.map(
             lambda new, old: jnp.where(jnp.any(is_new), new, old), forward.caches[-1].counters, counters
         )
-        layers_after = tuple(with_counters(cache, None) for cache in forward.caches)
+        layers_after = tuple(split_counters(cache)[0] for cache in forward.caches)
         carried = dataclasses.replace(carried, layers=layers_after, counters=counters)
         return logits, hidden, self._pack(carried)
 

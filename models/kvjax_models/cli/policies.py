@@ -11,7 +11,7 @@ from kvjax.registry import POLICIES, THEORY, PolicyChoice, settings_of
 from kvjax_models.cli.options import write_output
 from kvjax_models.generation import auto_policy
 
-_AUTO_SUMMARY = "The recommended policy: all tokens in the heads that retrieve, SnapKV in the others, quantized."
+_AUTO_SUMMARY = "The recommended policy: all tokens in the heads that retrieve, KVzap in the others, quantized."
 
 
 @dataclasses.dataclass(frozen=True)

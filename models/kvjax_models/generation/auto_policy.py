@@ -1,18 +1,19 @@
 """Resolves `policy="auto"`, `heads="auto"` and budgets in bytes for a model.
 
-`auto` keeps every token in the heads that retrieve, which the model's profile names, and the tokens that SnapKV selects
-in the others. It reads a prompt once:
+`auto` keeps every token in the heads that retrieve, which the model's profile names. In the others it keeps the tokens
+with the highest scores of the profile's linear map (KVzap). It reads a prompt once:
 
 1. The format follows from the budget: from 20% of a full bfloat16 cache on tokens are stored in 8 bits, from 5% on in
    4, and below that keys in 4 and values in 2.
 2. The retrieving heads are the first ones of the profile's ranking, as many as `Profile.shares` allows.
-3. The staging buffer, which is not quantized, holds 16 tokens, or 8 if the budget is small. SnapKV's window has 16
-   tokens.
-4. Later tokens have reserved slots, but in long generations they replace the tokens of lowest rank.
+3. The staging buffer, which is not quantized, holds 16 tokens, or 8 if the budget is small. The newest 16
+   tokens stay.
+4. Later tokens, and those of streamed prompts, have scores, too. They have reserved slots, but in long generations the
+   tokens of lowest score are dropped.
 
-Below 10% of a full cache the scores of the profile's linear map (KVzap) replace SnapKV's. If prompts are streamed
-through the cache, Chelsea replaces SnapKV, which needs entire prompts. `heads="auto"` does 2 and 3 for any policy with
-a budget. In models with few KV heads (Gemma 3 270M), no head keeps every token: budgets follow the heads' needs.
+Without a scorer SnapKV replaces KVzap, and Chelsea does if prompts are streamed. `heads="auto"` does 2 and 3 for any
+policy with a budget but retrieval policies, whose heads hold every token. In models with few KV heads (Gemma 3 270M),
+no head keeps every token: budgets follow the heads' needs.
 """
 
 import dataclasses
@@ -32,10 +33,9 @@ from kvjax.spec import CacheSpec
 from kvjax_models.profile import Profile
 
 DEFAULT_BUDGET = "25%"
-# Policies of `auto` for the heads that do not retrieve, in place of SnapKV.
-STREAMING_POLICY = "chelsea"  # if prompts are streamed
-SMALL_BUDGET_POLICY = "kvzap"  # below this fraction of a full bfloat16 cache, and in models with few heads
-_SMALL_BUDGET = 0.1
+# Policies of `auto` for the heads that do not retrieve, if the profile has no scorer for KVzap.
+POLICY_WITHOUT_SCORER = "snapkv"
+STREAMING_POLICY_WITHOUT_SCORER = "chelsea"  # if prompts are streamed
 _SCALE_BITS = 16 / 64  # per stored number, for vectors of 64 dimensions
 
 KVFormat = KVDtype | tuple[KVDtype, KVDtype] | None
@@ -70,7 +70,7 @@ def resolve_auto(
         spec: spec of the caches without quantization.
         tokens: tokens of the full cache that a fraction refers to.
         heads: "auto" or a profile for any policy, or the shares of `kvjax.HeadBudgets`.
-        streaming: whether prompts are streamed through the cache, with which `auto` uses `STREAMING_POLICY`.
+        streaming: whether prompts are streamed through the cache.
         find_profile: returns the model's profile, or None; called only if it is needed.
 
     Returns:
@@ -90,6 +90,9 @@ def resolve_auto(
         return policy, budget, kv_dtype
     if isinstance(heads, str) and heads != "auto":
         raise ValueError(f"heads={heads!r} must be 'auto', a profile, shares of the heads, or None")
+    if not isinstance(heads, tuple) and _is_retrieval(choice):
+        # Every head holds all tokens already; with more reads for some heads, fewer questions are answered.
+        return choice.without_profile() if isinstance(choice, PolicyChoice) else choice, budget, kv_dtype
     is_auto = isinstance(choice, PolicyChoice) and choice.is_auto
     size = choice.budget if isinstance(choice, PolicyChoice) else None
     if is_auto and budget is None and size is None:
@@ -100,7 +103,9 @@ def resolve_auto(
         kv_dtype = next(formats for smallest, formats in _AUTO_FORMATS if fraction >= smallest)
     # In bytes, narrow formats keep more tokens.
     kept = fraction if size is not None and size.slots is not None else fraction * 16 / _bits(kv_dtype, spec)
-    profile = heads if isinstance(heads, Profile) else None if isinstance(heads, tuple) else find_profile()
+    profile = heads if isinstance(heads, Profile) else None
+    if profile is None and (is_auto or not isinstance(heads, tuple)):
+        profile = find_profile()
     if isinstance(heads, tuple):
         shares: Shares | None = heads
     elif profile is not None:
@@ -110,15 +115,14 @@ def resolve_auto(
         shares = None
     if not isinstance(choice, PolicyChoice):
         return _with_heads(choice, shares), budget, kv_dtype
-    if is_auto and streaming:
-        choice = dataclasses.replace(choice, name=STREAMING_POLICY)
-    elif is_auto and _uses_scores(profile, fraction):
-        choice = dataclasses.replace(choice, name=SMALL_BUDGET_POLICY)
+    if is_auto and (profile is None or profile.scorer is None):
+        name = STREAMING_POLICY_WITHOUT_SCORER if streaming else POLICY_WITHOUT_SCORER
+        choice = dataclasses.replace(choice, name=name)
     settings: dict[str, Any] = {}
     types = setting_types(POLICIES[choice.name])
     if "compact_every" in types:
         settings["compact_every"] = 16 if _LARGEST_STAGING * fraction * tokens >= 16 else 8
-    if is_auto and choice.name != STREAMING_POLICY:
+    if is_auto and choice.name != STREAMING_POLICY_WITHOUT_SCORER:
         settings["window_size" if "window_size" in types else "recent"] = 16
     if is_auto and "reserve_decode_slots" in types:
         settings["reserve_decode_slots"] = spec.max_new_tokens <= _LARGEST_RESERVE * kept * tokens
@@ -126,11 +130,11 @@ def resolve_auto(
     return choice.without_profile() if shares is None else choice.with_shares(shares), budget, kv_dtype
 
 
-def _uses_scores(profile: Profile | None, fraction: float) -> bool:
-    """Returns whether the linear map of the profile scores tokens for `auto`."""
-    if profile is None or profile.scorer is None:
-        return False
-    return fraction < _SMALL_BUDGET or profile.has_few_heads
+def _is_retrieval(policy: AnyPolicy) -> bool:
+    """Returns whether a policy keeps every token and selects the ones to read."""
+    if isinstance(policy, PolicyChoice):
+        policy = POLICIES[policy.name]
+    return getattr(policy, "is_retrieval", False) is True
 
 
 def _with_heads(policy: Any, shares: Shares | None) -> AnyPolicy:

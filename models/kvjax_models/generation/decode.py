@@ -16,9 +16,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
-from kvjax.cache import with_counters
+from kvjax.cache import LayerCache, split_counters, with_counters
 from kvjax.shared.staging import Counters
 from kvjax_models.generation.sampling import MAX_LOGPROBS, SampledTokens, is_finite, sample, with_answer, with_prompt
+from kvjax_models.generation.scorer import predict_log_scores
 from kvjax_models.generation.state import GenerationState, constrain_state
 from kvjax_models.model.llama import Llama
 from kvjax_models.model.rotary import Rotary, rotation
@@ -27,6 +28,7 @@ from kvjax_models.sharding import constrain_replicated, constrain_to_batch, repl
 # Models with fewer layers compile fast, and the calls would be a larger share of a step: 20 to 30% for 8 of width 512.
 MIN_LAYERS = 16
 NO_TOKEN = -1  # in blocks of new tokens, after the end of a finished sequence
+Scorer: TypeAlias = Float[Array | np.ndarray, "L W+2 H_kv"]  # `profile.Profile.scorer`
 
 Texts: TypeAlias = tuple[kvjax.FrozenCache, ...] | None  # the frozen texts that rows continue, one per layer
 
@@ -38,6 +40,7 @@ def append_block(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     texts: Texts = None,
+    scorer: Scorer | None = None,
 ) -> GenerationState:
     """Appends a block of prompt tokens to the caches, all at once.
 
@@ -48,14 +51,15 @@ def append_block(
         tokens: padded tokens.
         lengths: number of tokens of each row.
         texts: the frozen texts that the rows continue; None for rows that have all their tokens in their own caches.
+        scorer: coefficients of predicted scores, for policies that require them.
 
     Returns:
         The state after the block.
     """
     if not runs_by_layer(state, mesh):
-        return append_program(model, mesh, state, tokens, lengths, texts)
+        return append_program(model, mesh, state, tokens, lengths, texts, scorer)
     tokens, lengths = _commit(state, tokens, lengths)
-    return _append_block(model, mesh, state, tokens, lengths, texts)
+    return _append_block(model, mesh, state, tokens, lengths, texts, scorer)
 
 
 def score_block(
@@ -65,6 +69,7 @@ def score_block(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     texts: Texts = None,
+    scorer: Scorer | None = None,
 ) -> tuple[GenerationState, Float[Array, "B T"], Bool[Array, "B T"]]:
     """Appends a block like `append_block` and scores its tokens.
 
@@ -75,15 +80,16 @@ def score_block(
         tokens: padded tokens.
         lengths: number of tokens of each row.
         texts: as for `append_block`.
+        scorer: as for `append_block`.
 
     Returns:
         The state after the block, the log-probability of each token, and whether it was the most likely one. The first
         token is scored with the state's logits.
     """
     if not runs_by_layer(state, mesh):
-        return score_program(model, mesh, state, tokens, lengths, texts)
+        return score_program(model, mesh, state, tokens, lengths, texts, scorer)
     tokens, lengths = _commit(state, tokens, lengths)
-    return _score_block(model, mesh, state, tokens, lengths, texts)
+    return _score_block(model, mesh, state, tokens, lengths, texts, scorer)
 
 
 def decode_block(
@@ -94,6 +100,7 @@ def decode_block(
     state: GenerationState,
     steps: int,
     texts: Texts = None,
+    scorer: Scorer | None = None,
 ) -> tuple[GenerationState, SampledTokens]:
     """Runs decode steps until all sequences are finished or `steps` is reached.
 
@@ -105,6 +112,7 @@ def decode_block(
         state: state before the block; donated.
         steps: number of steps, at most `block_size`.
         texts: as for `append_block`.
+        scorer: as for `append_block`.
 
     Returns:
         The state after the block, and NumPy arrays [B, n, ...] of the tokens of its n steps, with `NO_TOKEN` after the
@@ -112,9 +120,9 @@ def decode_block(
     """
     if not runs_by_layer(state, mesh):
         count = replicate(np.int32(steps), mesh)
-        state, block, num_steps = decode_program(model, mesh, eos, block_size, state, count, texts)
+        state, block, num_steps = decode_program(model, mesh, eos, block_size, state, count, texts, scorer)
         return state, SampledTokens(*(np.asarray(part)[:, : int(num_steps)] for part in block))
-    split = _split_layers(model)
+    split = _split_layers(model, scorer)
     sampled: list[SampledTokens] = []
     while len(sampled) < steps and not np.asarray(state.done).all():
         state, tokens = _decode_step(split, mesh, eos, state, texts)
@@ -135,9 +143,9 @@ def runs_by_layer(state: GenerationState, mesh: Mesh | None) -> bool:
     return on_cpu and len(state.layers) >= MIN_LAYERS
 
 
-def _commit(state: GenerationState, *arrays: Array) -> list[Array]:
-    """Commits arrays to the state's device; otherwise the first layer's program would be compiled twice."""
-    return [jax.device_put(array, state.positions.sharding) for array in arrays]
+def _commit(state: GenerationState, tokens: Array, lengths: Array) -> tuple[Array, Array]:
+    """Commits a block to the state's device; otherwise the first layer's program would be compiled twice."""
+    return jax.device_put(tokens, state.positions.sharding), jax.device_put(lengths, state.positions.sharding)
 
 
 class _SplitModel(NamedTuple):
@@ -145,11 +153,13 @@ class _SplitModel(NamedTuple):
 
     outer: Llama  # without layers
     layers: tuple[tuple[Any, tuple[Array, ...]], ...]  # structure and parameters of each layer
+    scorers: tuple[Float[Array, "W+2 H_kv"] | None, ...]  # of each layer
 
 
-def _split_layers(model: Llama) -> _SplitModel:
+def _split_layers(model: Llama, scorer: Scorer | None) -> _SplitModel:
     flat = (jax.tree.flatten(layer) for layer in model.layers)
-    return _SplitModel(model.without_layers(), tuple((structure, tuple(leaves)) for leaves, structure in flat))
+    scorers = (None,) * len(model.layers) if scorer is None else tuple(scorer)
+    return _SplitModel(model.without_layers(), tuple((structure, tuple(leaves)) for leaves, structure in flat), scorers)
 
 
 def _append_block(
@@ -159,8 +169,9 @@ def _append_block(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     texts: Texts,
+    scorer: Scorer | None,
 ) -> GenerationState:
-    split = _split_layers(model)
+    split = _split_layers(model, scorer)
     x, state = _step_layers(split, state, _embed(split.outer, mesh, tokens), lengths, texts)
     rows = _last_logits(split.outer, dataclasses.replace(state, layers=()), x, tokens, lengths)
     return constrain_state(dataclasses.replace(rows, layers=state.layers), mesh)
@@ -173,8 +184,9 @@ def _score_block(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     texts: Texts,
+    scorer: Scorer | None,
 ) -> tuple[GenerationState, Float[Array, "B T"], Bool[Array, "B T"]]:
-    split, previous_logits = _split_layers(model), state.logits
+    split, previous_logits = _split_layers(model, scorer), state.logits
     x, state = _step_layers(split, state, _embed(split.outer, mesh, tokens), lengths, texts)
     rows = _last_logits(split.outer, dataclasses.replace(state, layers=()), x, tokens, lengths)
     scores = _token_scores(split.outer, mesh, previous_logits, x, tokens)
@@ -189,9 +201,10 @@ def _decode_block(
     state: GenerationState,
     steps: Int[Array, ""],
     texts: Texts,
+    scorer: Scorer | None,
 ) -> tuple[GenerationState, SampledTokens, Int[Array, ""]]:
     """Runs decode steps in one compiled loop; returns the state, the tokens of a full block and the steps."""
-    split = _split_layers(model)
+    split = _split_layers(model, scorer)
 
     def step(carry):
         """Runs one decode step on the `carry`: the number of steps, the state and the tokens of the block."""
@@ -246,8 +259,9 @@ def _step_layers(
     for number, ((structure, parameters), cache) in enumerate(zip(split.layers, state.layers, strict=True)):
         rotary = config.rotary(number, state.context_tokens)
         text = None if texts is None else texts[number]
+        scorer = split.scorers[number] if cache.policy.requires.predicted_scores else None
         x, cache, counters = step_layer(
-            structure, rotary, parameters, cache, state.counters, x, state.positions, lengths, text
+            structure, rotary, parameters, cache, state.counters, x, state.positions, lengths, text, scorer
         )
         layers.append(cache)
     # Every layer counts the same tokens; XLA computes the counters once.
@@ -262,13 +276,14 @@ def step_layer(
     structure: Any,
     rotary: Rotary,
     parameters: tuple[Array, ...],
-    cache: kvjax.Cache,
+    cache: LayerCache,
     counters: Counters,
     x: Float[Array, "B T W"],
     positions: Int[Array, "B"],
     lengths: Int[Array, "B"],
     text: kvjax.FrozenCache | None = None,
-) -> tuple[Float[Array, "B T W"], kvjax.Cache, Counters]:
+    scorer: Float[Array, "W+2 H_kv"] | None = None,
+) -> tuple[Float[Array, "B T W"], LayerCache, Counters]:
     """Appends tokens to one layer's cache and computes the layer.
 
     Args:
@@ -281,6 +296,7 @@ def step_layer(
         positions: number of tokens of each row before these.
         lengths: number of these tokens of each row.
         text: the frozen texts that the rows continue.
+        scorer: the layer's coefficients of predicted scores, if its policy requires them.
 
     Returns:
         The residual stream, the cache, and the counters of all layers afterwards.
@@ -288,18 +304,22 @@ def step_layer(
     layer = jax.tree.unflatten(structure, parameters)
     angles = rotation(rotary, positions[:, None] + jnp.arange(x.shape[1]))
     query, keys, values = layer.project(x, *angles)
-    attended, cache = kvjax.step(
+    scores = None
+    if scorer is not None:
+        scores = predict_log_scores(scorer, layer.normalize(x), positions).swapaxes(1, 2)
+    attended, stepped = kvjax.step(
         with_counters(cache, counters),
         query,
         keys,
         values,
         lengths,
         sink_logits=layer.sink_logits,
+        predicted_scores=scores,
         compact_when_full=False,
         text=text,
     )
-    x = constrain_to_batch(layer.finish(x, attended), cache.mesh)
-    return x, with_counters(cache, None), cache.counters
+    x = constrain_to_batch(layer.finish(x, attended), stepped.mesh)
+    return x, *split_counters(stepped)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))

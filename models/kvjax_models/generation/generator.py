@@ -266,7 +266,7 @@ class Generator:
         tokens, lengths = self._pad_to_blocks(state, prompts)
         state = commit_to_device(state, self.mesh)
         for block, count in self._blocks(tokens, lengths):
-            state = compact_layers(append_block(self.model, self.mesh, state, block, count, texts))
+            state = compact_layers(append_block(self.model, self.mesh, state, block, count, texts, self.scorer))
             yield None
         check_faults(state, self.mesh)
         yield state
@@ -318,7 +318,7 @@ class Generator:
         state = commit_to_device(state, self.mesh)
         blocks = []
         for block, count in self._blocks(tokens, lengths):
-            state, *scores = score_block(self.model, self.mesh, state, block, count, texts)
+            state, *scores = score_block(self.model, self.mesh, state, block, count, texts, self.scorer)
             blocks.append(scores)
             state = compact_layers(state)
         check_faults(state, self.mesh)
@@ -365,7 +365,9 @@ class Generator:
         total = in_block = 0
         while total < max_tokens and not np.asarray(state.done).all():
             steps = min(stream_interval or self.block_size, self.block_size - in_block, max_tokens - total)
-            state, sampled = decode_block(self.model, self.mesh, self.eos, self.block_size, state, steps, texts)
+            state, sampled = decode_block(
+                self.model, self.mesh, self.eos, self.block_size, state, steps, texts, self.scorer
+            )
             total, in_block = total + steps, in_block + steps
             check_finite(state)
             is_last = total == max_tokens or bool(np.asarray(state.done).all())

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-import kvjax
+from kvjax.cache import LayerCache
 from kvjax.distributed.sharding import HEADS, ROWS
 from kvjax.shared.staging import Counters
 from kvjax_models.generation.decode import append_program, decode_program
@@ -36,11 +36,13 @@ def lower_decode(
     if sharding is not None:
         model = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), model)
     # Arguments of the form that `decode_block` passes, so that a state's own program is not compiled again.
-    return decode_program.lower(model, generator.mesh, generator.eos, generator.block_size, state, steps, None)
+    return decode_program.lower(
+        model, generator.mesh, generator.eos, generator.block_size, state, steps, None, generator.scorer
+    )
 
 
 def lower_compression(
-    cache: kvjax.Cache, counters: Counters, layer: PrefilledLayer, lengths: Int[Array, "B"]
+    cache: LayerCache, counters: Counters, layer: PrefilledLayer, lengths: Int[Array, "B"]
 ) -> jax.stages.Lowered:
     """Lowers the program that stores a layer's prompts in its empty cache.
 
@@ -101,7 +103,7 @@ def lower_append(generator: Generator, state: GenerationState) -> list[jax.stage
     """
     block = jnp.zeros((generator.batch, generator.block_size), jnp.int32), jnp.zeros(generator.batch, jnp.int32)
     caches = dict(zip(generator.policies, state.layers, strict=True))
-    append = append_program.lower(generator.model, generator.mesh, state, *block, None)
+    append = append_program.lower(generator.model, generator.mesh, state, *block, None, generator.scorer)
     return [append, *(compact_layer.lower(cache, state.counters) for cache in caches.values())]
 
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 import kvjax
-from kvjax.cache import with_counters
+from kvjax.cache import LayerCache, split_counters, with_counters
 from kvjax.distributed.sharding import HEADS, ROWS
 from kvjax.policy import RepeatedPrompt, Repetition
 from kvjax.shared.staging import Counters
@@ -156,12 +156,12 @@ def _add_gradients(
 
 
 def compress_layer(
-    cache: kvjax.Cache,
+    cache: LayerCache,
     counters: Counters,
     layer: PrefilledLayer,
     lengths: Int[Array, "B"],
     layer_carry: Shaped[Array, "B H_kv *N"] | None = None,
-) -> tuple[kvjax.Cache, Counters, Shaped[Array, "B H_kv *N"] | None]:
+) -> tuple[LayerCache, Counters, Shaped[Array, "B H_kv *N"] | None]:
     """Stores a layer's prompts in its empty cache.
 
     Args:
@@ -179,7 +179,7 @@ def compress_layer(
 
 
 def compression_arguments(
-    cache: kvjax.Cache,
+    cache: LayerCache,
     counters: Counters,
     layer: PrefilledLayer,
     lengths: Int[Array, "B"],
@@ -198,8 +198,8 @@ def compression_arguments(
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
 def prefill_cache(
-    cache: kvjax.Cache, counters: Counters, *prompt: Any, **options: Any
-) -> tuple[kvjax.Cache, Counters, Shaped[Array, "B H_kv *N"] | None]:
+    cache: LayerCache, counters: Counters, *prompt: Any, **options: Any
+) -> tuple[LayerCache, Counters, Shaped[Array, "B H_kv *N"] | None]:
     """Calls `kvjax.prefill` with counters that all layers share.
 
     Args:
@@ -211,8 +211,8 @@ def prefill_cache(
     Returns:
         As `compress_layer`.
     """
-    cache, layer_carry = kvjax.prefill(with_counters(cache, counters), *prompt, **options)
-    return with_counters(cache, None), cache.counters, layer_carry
+    filled, layer_carry = kvjax.prefill(with_counters(cache, counters), *prompt, **options)
+    return *split_counters(filled), layer_carry
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 import kvjax
-from kvjax.cache import with_counters
+from kvjax.cache import LayerCache, split_counters, with_counters
 from kvjax.distributed.sharding import shardings
 from kvjax.messages import shorten
 from kvjax.policy import Policy
@@ -31,7 +31,7 @@ class GenerationState:
     Rows are independent, so `kvjax.take_rows`, `kvjax.insert_rows` and `kvjax.repeat_rows` apply.
 
     Attributes:
-        layers: one `kvjax.Cache` per layer, without counters.
+        layers: one `kvjax.cache.LayerCache` per layer.
         counters: counters of all layers, which receive the same tokens and compact together.
         logits: logits of the next token, float32.
         positions: number of tokens of each sequence so far, int32.
@@ -146,7 +146,7 @@ def place_sampling(samplings: Sequence[Sampling], vocab_size: int, mesh: Mesh | 
 
 def init_layers(
     policies: tuple[Policy, ...], specs: tuple[kvjax.CacheSpec, ...], mesh: Mesh | None, seed: np.uint32
-) -> Iterator[tuple[kvjax.Cache, Counters]]:
+) -> Iterator[tuple[LayerCache, Counters]]:
     """Creates the empty caches of a state one by one.
 
     Args:
@@ -181,11 +181,11 @@ def first_equal_layers(
 @functools.partial(jax.jit, static_argnames=("policy", "spec", "mesh"))
 def _init_layer(
     policy: Policy, spec: kvjax.CacheSpec, mesh: Mesh | None, seed: Int[Array, ""], number: Int[Array, ""]
-) -> tuple[kvjax.Cache, Counters]:
+) -> tuple[LayerCache, Counters]:
     """Returns the empty cache of layer `number`, without counters, and the counters."""
     layer_keys = jax.vmap(lambda key: jax.random.fold_in(key, number))(row_keys(spec.batch, seed)[0])
     cache = kvjax.init(policy, spec, layer_keys, mesh)
-    return with_counters(cache, None), cache.counters
+    return split_counters(cache)
 
 
 @functools.partial(jax.jit, static_argnames=("batch", "vocab_size", "mesh"))
@@ -231,7 +231,7 @@ def check_seed(seed: int) -> np.uint32:
 
 def finish_prefill(
     state: GenerationState,
-    caches: Sequence[kvjax.Cache],
+    caches: Sequence[LayerCache],
     counters: Counters,
     logits: Float[Array, "B V"],
     tokens: Int[Array, "B N"],
@@ -269,7 +269,7 @@ def compact_layers(state: GenerationState) -> GenerationState:
 
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
-def compact_layer(cache: kvjax.Cache, counters: Counters) -> tuple[kvjax.Cache, Counters]:
+def compact_layer(cache: LayerCache, counters: Counters) -> tuple[LayerCache, Counters]:
     """Compacts one layer's staged tokens.
 
     Args:
@@ -279,8 +279,7 @@ def compact_layer(cache: kvjax.Cache, counters: Counters) -> tuple[kvjax.Cache, 
     Returns:
         The cache, and the counters of all layers afterwards.
     """
-    cache = kvjax.compact(with_counters(cache, counters))
-    return with_counters(cache, None), cache.counters
+    return split_counters(kvjax.compact(with_counters(cache, counters)))
 
 
 def check_finite(state: GenerationState) -> None:

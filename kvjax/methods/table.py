@@ -1,0 +1,31 @@
+"""The table of policies: every class that is imported here is a policy by its module's name, and part of `kvjax`."""
+
+from kvjax.methods.attention_matching.attention_matching import AttentionMatching as AttentionMatching
+from kvjax.methods.balancekv.balancekv import BalanceKV as BalanceKV
+from kvjax.methods.balancekv.balancekv_theory import BalanceKVTheory as BalanceKVTheory
+from kvjax.methods.cam import CaM as CaM
+from kvjax.methods.chelsea.chelsea import Chelsea as Chelsea
+from kvjax.methods.clustergen.clustergen import ClusterGen as ClusterGen
+from kvjax.methods.clusterkv.clusterkv import ClusterKV as ClusterKV
+from kvjax.methods.clusterkv.clusterkv_residual import ClusterKVResidual as ClusterKVResidual
+from kvjax.methods.exact.exact import Exact as Exact
+from kvjax.methods.h2o import H2O as H2O
+from kvjax.methods.infinigen.infinigen import InfiniGen as InfiniGen
+from kvjax.methods.quest import Quest as Quest
+from kvjax.methods.streaming_llm import StreamingLLM as StreamingLLM
+from kvjax.methods.subgen.subgen import SubGen as SubGen
+from kvjax.methods.subgen.subgen_mean import SubGenMean as SubGenMean
+from kvjax.methods.top_k.compactor import Compactor as Compactor
+from kvjax.methods.top_k.cur import CUR as CUR
+from kvjax.methods.top_k.expected_attention import ExpectedAttention as ExpectedAttention
+from kvjax.methods.top_k.keydiff import KeyDiff as KeyDiff
+from kvjax.methods.top_k.knorm import Knorm as Knorm
+from kvjax.methods.top_k.kvgrad import KVgrad as KVgrad
+from kvjax.methods.top_k.kvzap import KVzap as KVzap
+from kvjax.methods.top_k.kvzip import KVzip as KVzip
+from kvjax.methods.top_k.lagkv import LagKV as LagKV
+from kvjax.methods.top_k.leverage_scores import LeverageScores as LeverageScores
+from kvjax.methods.top_k.pyramidkv import PyramidKV as PyramidKV
+from kvjax.methods.top_k.snapkv import SnapKV as SnapKV
+from kvjax.methods.top_k.tova import TOVA as TOVA
+from kvjax.methods.uniform import Uniform as Uniform
