@@ -65,7 +65,7 @@ def test_generate_resumes_from_its_newest_save(kvjax, tmp_path):
         "--policy=exact:compact_every=4", f"--save_dir={tmp_path / 'run'}", "--save_every=4",
     )  # fmt: skip
     uninterrupted = kvjax(*options)
-    saves = sorted((tmp_path / "run" / "states").glob("[0-9]*"), key=lambda path: int(path.name))
+    saves = sorted((tmp_path / "run").glob("[0-9]*"), key=lambda path: int(path.name))
     shutil.rmtree(saves[-1])  # as if the run had been killed
     resumed = kvjax(*options, "--resume")
     assert "tokens restored in" in resumed.err and resumed.out == uninterrupted.out
