@@ -565,6 +565,7 @@ def _step(
     compact_when_full: bool,
 ) -> tuple[Float[Array, "B T H_q D_v"], Cache[S]]:
     if compact_when_full:
+        # One branch for all rows: they share the offset, so that a step writes the same slots in every row.
         full = cache.counters.offset + keys.shape[1] > cache.counters.slots
         cache = jax.lax.cond(full, _compact_shard, lambda cache: cache, cache)
     staged = _stage(cache, keys, values, lengths, predicted_scores)

@@ -128,6 +128,7 @@ class H2O(Policy[H2OState]):
         staged_scores = new.gather_staged(state.scores.staged)
         scores, left_scores = windows.slide_aligned(state.window, new, state.scores.window, staged_scores)
         window, left = windows.slide(state.window, new)
+        # Scores moved with their tokens; only tokens that left the window compete for the slots of heavy hitters.
         stored, arriving, position = scores[:, :, self.num_recent :], left_scores, state.position
         if position is not None:
             now = window.total[:, None]

@@ -103,6 +103,7 @@ class Quest(Policy[QuestState]):
             return init_block_store(spec, count, PAGE), Pages(low, high, jnp.zeros(count, jnp.int32))
 
         store, pages = per_head(init_head)(jnp.zeros((spec.batch, spec.kv_heads)))
+        # The page that is not full, and the tokens of one compaction.
         window = init_window(spec, 0, 0, PAGE - 1 + min(self.compact_every, spec.max_new_tokens))
         pending, inserted, overflow = (jnp.zeros(spec.batch, jnp.int32) for _ in range(3))
         return QuestState(window, pending, inserted, overflow, store, pages)
@@ -198,4 +199,5 @@ def _page_scores(pages: Pages, query: Float[Array, "B 1 H_q D"]) -> Float[Array,
         bound = dequantize(bound).astype(jnp.float32)
         return jnp.einsum("bhgd,bhnd->bhgn", query, bound, precision=jax.lax.Precision.HIGHEST)
 
+    # max(q low, q high) is q high where q is positive, and q low where it is negative.
     return product(jnp.maximum(grouped, 0), pages.high) + product(jnp.minimum(grouped, 0), pages.low)

@@ -95,6 +95,7 @@ def fill(window: Window, prompt: Any) -> Window:
 
     return dataclasses.replace(
         window,
+        # A short prompt leaves copies of other tokens in unused slots, which are outside the occupied range.
         keys=jax.vmap(fill_row)(window.keys, prompt.keys, prompt.lengths),
         values=jax.vmap(fill_row)(window.values, prompt.values, prompt.lengths),
         total=prompt.lengths,

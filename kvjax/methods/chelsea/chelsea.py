@@ -142,6 +142,7 @@ class Chelsea(Policy[ChelseaState]):
         """Slides the window over new tokens and merges tokens that leave it with the centroids."""
         window, left = windows.slide(state.window, new)
         entries = single_token_entries(left.keys, left.values, left.count)
+        # Merging processes whole tiles; with enough slots for them it copies nothing.
         max_count = self.num_centroids + left.keys.shape[2]
         slots = max_count + -max_count % tile_slots(max_count, self.chunk)
 
@@ -177,6 +178,6 @@ class Chelsea(Policy[ChelseaState]):
             keys=write(state.keys, merged.keys),
             values=write(state.values, merged.values),
             degree=degree,
-            count=jnp.min(merged.count, axis=1),
+            count=jnp.min(merged.count, axis=1),  # equal in all heads: it depends on the number of tokens only
             log_weight=jnp.log(jnp.maximum(degree, 1).astype(jnp.float32)),
         )

@@ -149,6 +149,7 @@ class ClusterPolicy(Policy[ClusterState]):
             cluster_tokens = min(cluster_tokens, max(chunk_tokens // self.chunk_clusters, 1))
         blocks = prompt_blocks + chunks * max_blocks(chunk_tokens, self.chunk_clusters, self.block_size)
         count = prompt_clusters + chunks * self.chunk_clusters
+        # Tokens wait until a chunk is full; the compaction that fills it can bring up to `compact_every` at once.
         max_pending = min(later, chunk_tokens - 1 + self.compact_every) if chunks else later
 
         def init_head(_: Key[Array, ""]) -> tuple[BlockStore, Clusters]:
@@ -235,6 +236,7 @@ class ClusterPolicy(Policy[ClusterState]):
         """Clusters the first chunk of every row in which it is full; a compaction completes at most one."""
         chunk_tokens, count = keys.shape[3], self.chunk_clusters
         blocks = max_blocks(chunk_tokens, count, self.block_size)
+        # Most compactions fill no chunk in any row, and then skip k-means.
         any_full = jnp.any(full[:, 0])
 
         def cluster_head(

@@ -157,6 +157,7 @@ class InfiniGen(Policy[InfiniGenState]):
         # A token counts for a group if it counts for any of its heads.
         margin = jnp.max(logits - jnp.where(jnp.isneginf(largest), 0.0, largest), axis=2)
         num_within = jnp.sum(margin > -self.alpha, axis=-1)
+        # As in the released code, all heads of a row read the same number of tokens, the mean over heads.
         best, token = jax.lax.top_k(margin, min(self.budget, slots))
         count = sum_over_heads(jnp.sum(num_within, axis=1)) // global_heads(num_within.shape[1])
         read = (jnp.arange(token.shape[2]) < count[:, None, None]) & ~jnp.isneginf(best)

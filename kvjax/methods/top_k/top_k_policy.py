@@ -134,6 +134,7 @@ class TopKPolicy(Policy[TopKStore]):
         tokens = score.shape[2]
         position, length = jnp.arange(tokens), lengths[:, None, None]
         recent = position >= length - self.num_recent
+        # Later recent tokens rank higher, so that decoding overwrites the oldest of them first.
         rank = jnp.where(recent, _ABOVE_SCORES * (1 + position / tokens), score)
         rank = jnp.where(position < self.sinks, jnp.inf, rank)
         return jnp.where(position < length, rank, -jnp.inf)
