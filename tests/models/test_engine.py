@@ -403,3 +403,34 @@ def test_rows_from_bytes():
 def test_invalid_sizes_are_refused(name, value):
     with pytest.raises(ValueError, match=f"{name}={value} must be"):
         make_engine(**{name: value})
+
+
+@pytest.mark.parametrize("interval", [None, 3])
+def test_random_operations_change_no_tokens(interval):
+    """Requests are added and aborted in any order; the others have the tokens that they have alone."""
+    rng = np.random.default_rng(0)
+    some_engine = make_engine(rows=3, max_prefill_steps=2, stream_interval=interval)
+    alone = [tokens_alone(some_engine.generator, number) for number in range(5)]
+    kinds, collected, reasons = {}, {}, {}
+    for _ in range(120):
+        operation = rng.choice(["add", "abort", "step", "step", "step"])
+        if operation == "add" and len(kinds) < 20:
+            kind = int(rng.integers(5))
+            options = {"sampling": SAMPLING[kind], "max_new_tokens": NEW[kind], "seed": kind}
+            kinds[some_engine.add(prompts()[kind], **options)] = kind
+        elif operation == "abort" and kinds:
+            some_engine.abort(int(rng.choice(list(kinds))))
+        else:
+            for output in some_engine.step():
+                assert output.number not in reasons
+                collected.setdefault(output.number, []).extend(output.tokens)
+                if output.finish_reason is not None:
+                    reasons[output.number] = output.finish_reason
+    for output in some_engine.run():
+        collected.setdefault(output.number, []).extend(output.tokens)
+        if output.finish_reason is not None:
+            reasons[output.number] = output.finish_reason
+    assert reasons.keys() == kinds.keys() and set(reasons.values()) == {"length", "abort"}
+    for number, kind in kinds.items():
+        assert collected[number] == alone[kind][: len(collected[number])]
+        assert reasons[number] == "abort" or collected[number] == alone[kind]
