@@ -488,12 +488,52 @@ def read_together(
 
     Returns:
         One document per cache.
+    """
+    *_, documents = read_steps(
+        caches,
+        text,
+        max_new_tokens=max_new_tokens,
+        max_text_tokens=max_text_tokens,
+        chat=chat,
+        seed=seed,
+        template_options=template_options,
+        streaming=streaming,
+    )
+    assert documents is not None
+    return documents
+
+
+def read_steps(
+    caches: Sequence[CachedModel],
+    text: Prompt | Sequence[int],
+    *,
+    max_new_tokens: int = 512,
+    max_text_tokens: int | None = None,
+    chat: bool | None = None,
+    seed: int = 0,
+    template_options: TemplateOptions = None,
+    streaming: bool = False,
+) -> Iterator[list[Document] | None]:
+    """Compresses a text like `read_together` in steps, between which the caller can do other work.
+
+    Args:
+        caches: the caches.
+        text: as for `CachedModel.read`.
+        max_new_tokens: as for `CachedModel.read`.
+        max_text_tokens: as for `CachedModel.read`.
+        chat: as for `CachedModel.read`.
+        seed: as for `CachedModel.read`.
+        template_options: as for `CachedModel.read`.
+        streaming: as for `CachedModel.read`; the model then computes the text once per cache.
+
+    Yields:
+        None after every layer, finally one document per cache. A streamed text is one step.
 
     Raises:
         ValueError: for invalid options, and for a policy or budget that is not possible.
     """
     check_integer("max_new_tokens", max_new_tokens, minimum=1)
-    tokens, messages = _encode_text(caches[0].llm, text, chat, template_options)
+    tokens, messages = encode_text(caches[0].llm, text, chat, template_options)
     capacity = len(tokens) if max_text_tokens is None else check_integer("max_text_tokens", max_text_tokens, minimum=1)
     if len(tokens) > capacity:
         raise ValueError(f"the text of {len(tokens)} tokens exceeds max_text_tokens={capacity}")
@@ -503,8 +543,11 @@ def read_together(
         states = [generator.prefill(state, [tokens]) for generator, state in zip(generators, states, strict=True)]
     else:
         for result in prefill_together(generators, states, [tokens]):
-            states = result or states
-    return [
+            if result is None:
+                yield None
+            else:
+                states = result
+    yield [
         Document(
             cache=cache,
             generator=generator,
@@ -520,7 +563,7 @@ def read_together(
     ]
 
 
-def _encode_text(
+def encode_text(
     llm: "LanguageModel", text: Prompt | Sequence[int], chat: bool | None, template_options: TemplateOptions
 ) -> tuple[list[int], tuple[Message, ...] | None]:
     """Returns the tokens of a document's text, and the conversation that questions continue, if there is one."""

@@ -19,10 +19,12 @@ from kvjax_models.cli.chat import Chat
 from kvjax_models.cli.generate import Generate
 from kvjax_models.cli.models import Download, Models
 from kvjax_models.cli.policies import Policies
+from kvjax_models.cli.serve import Serve
 
 _COMMANDS = {
     "generate": Generate,
     "chat": Chat,
+    "serve": Serve,
     "bench": Bench,
     "policies": Policies,
     "models": Models,
@@ -37,7 +39,9 @@ _TRACEBACK = "KVJAX_TRACEBACK"  # environment variable that makes errors show th
 class Kvjax:
     """Language models with compressed key/value caches."""
 
-    command: Generate | Chat | Bench | Policies | Models | Download | Calibrate = simple_parsing.subparsers(_COMMANDS)
+    command: Generate | Chat | Serve | Bench | Policies | Models | Download | Calibrate = simple_parsing.subparsers(
+        _COMMANDS
+    )
 
 
 def main(options: Kvjax) -> None:

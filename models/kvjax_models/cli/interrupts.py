@@ -42,12 +42,12 @@ def deferred() -> Iterator[threading.Event]:
         _pending = None
 
 
-def exit_now() -> None:
-    """Flushes the output and ends the process with the status of Ctrl-C."""
+def exit_now(status: int = STATUS) -> None:
+    """Flushes the output and ends the process, by default with the status of Ctrl-C."""
     flush = threading.Thread(target=_flush, daemon=True)
     flush.start()
     flush.join(_FLUSH_SECONDS)
-    os._exit(STATUS)
+    os._exit(status)
 
 
 def _receive(reader: int) -> None:

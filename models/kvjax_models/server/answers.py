@@ -1,0 +1,173 @@
+"""Answers in OpenAI's formats: entire completions, and chunks of streamed ones."""
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvjax_models.engine import FinishReason, Output, TokenLogprobs
+from kvjax_models.formats.tokenizer import Tokenizer
+
+_MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have; as in OpenAI's interface
+
+
+class TokenBytes:
+    """The bytes of single tokens, which may be parts of characters."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Reads how a tokenizer writes bytes.
+
+        Args:
+            tokenizer: the tokenizer.
+        """
+        self._tokenizer, self._special = tokenizer, tokenizer.special_ids
+        decoder = json.loads(tokenizer.backend.decoder.__getstate__()) if tokenizer.backend.decoder else {}
+        kinds = [part.get("type") for part in (decoder, *decoder.get("decoders", ()))]
+        self._bytes_of = _byte_level_characters() if "ByteLevel" in kinds else None
+        self._added = tokenizer.backend.get_added_tokens_decoder()
+
+    def name(self, token: int) -> str:
+        """Returns the token as the vocabulary writes it."""
+        return self._tokenizer.backend.id_to_token(token) or ""
+
+    def __call__(self, token: int) -> bytes | None:
+        """Returns the bytes of a token; None for special tokens, which are not part of the text."""
+        text = self._tokenizer.backend.id_to_token(token)
+        if text is None or token in self._special:
+            return None
+        if token in self._added:
+            return text.encode()
+        if self._bytes_of is not None:
+            return bytes(self._bytes_of[one] for one in text)
+        if len(text) == 6 and text.startswith("<0x"):  # SentencePiece's bytes
+            return bytes([int(text[3:5], 16)])
+        return text.replace("▁", " ").encode()
+
+
+def _byte_level_characters() -> dict[str, int]:
+    """Returns the bytes that the characters of byte-level BPE stand for (GPT-2's `bytes_to_unicode`)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = [*map(chr, printable), *(chr(256 + number) for number in range(len(others)))]
+    return dict(zip(characters, [*printable, *others], strict=True))
+
+
+class Format:
+    """Writes the answers to one request.
+
+    Attributes:
+        id: id of the answer.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, model: str, *, is_chat: bool, num_top: int | None) -> None:
+        """Creates a format.
+
+        Args:
+            token_bytes: the bytes of tokens.
+            model: name of the model.
+            is_chat: whether the request is a chat completion.
+            num_top: number of alternatives of each token; None without log-probabilities.
+        """
+        self._token_bytes, self._is_chat, self._num_top = token_bytes, is_chat, num_top
+        self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._head = {"id": self.id, "created": int(time.time()), "model": model}
+        self._has_role: set[int] = set()
+        self._offsets: dict[int, int] = {}  # lengths of the choices' texts
+
+    def answer(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> bytes:
+        """Returns a completion.
+
+        Args:
+            choices: the choices.
+            usage: the usage.
+        """
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        return msgspec.json.encode({**self._head, "object": kind, "choices": choices, "usage": usage})
+
+    def chunk(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any] | None) -> bytes:
+        """Returns an event with a part of a completion.
+
+        Args:
+            choices: the choices.
+            usage: the usage, in the last event.
+        """
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        return event({**self._head, "object": kind, "choices": choices, "usage": usage})
+
+    def choice(
+        self, index: int, text: str, reason: FinishReason | None, logprobs: Sequence[TokenLogprobs] | None
+    ) -> dict[str, Any]:
+        """Returns an entire choice.
+
+        Args:
+            index: its index.
+            text: its text.
+            reason: its finish reason.
+            logprobs: its log-probabilities.
+        """
+        content = (
+            {"message": {"role": "assistant", "content": text, "refusal": None}} if self._is_chat else {"text": text}
+        )
+        return {"index": index, **content, "logprobs": self._logprobs(index, logprobs), "finish_reason": reason}
+
+    def delta(self, index: int, output: Output) -> dict[str, Any]:
+        """Returns a part of a choice; the first one of a chat completion has the role.
+
+        Args:
+            index: its index.
+            output: what a step added.
+        """
+        content: dict[str, Any] = {"text": output.text}
+        if self._is_chat:
+            delta = {"content": output.text} if output.text or index not in self._has_role else {}
+            if index not in self._has_role:
+                delta = {"role": "assistant", **delta}
+                self._has_role.add(index)
+            content = {"delta": delta}
+        logprobs = self._logprobs(index, output.logprobs)
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": output.finish_reason}
+
+    def _logprobs(self, index: int, items: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
+        if items is None or self._num_top is None:
+            return None
+        if self._is_chat:
+            content = [
+                self._item(one.token, one.logprob)
+                | {"top_logprobs": [self._item(*alternative) for alternative in one.top[: self._num_top]]}
+                for one in items
+            ]
+            return {"content": content, "refusal": None}
+        tokens = [self._text(one.token) for one in items]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets.get(index, 0))
+            self._offsets[index] = offsets[-1] + len(token)
+        alternatives = [{one.token: one.logprob, **dict(one.top[: self._num_top])} for one in items]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(one.logprob) for one in items],
+            "top_logprobs": [{self._text(k): _finite(v) for k, v in one.items()} for one in alternatives],
+            "text_offset": offsets,
+        }
+
+    def _item(self, token: int, logprob: float) -> dict[str, Any]:
+        data = self._token_bytes(token)
+        return {"token": self._text(token), "logprob": _finite(logprob), "bytes": None if data is None else [*data]}
+
+    def _text(self, token: int) -> str:
+        data = self._token_bytes(token)
+        if data is None:
+            return self._token_bytes.name(token)
+        return data.decode("utf-8", "backslashreplace")
+
+
+def event(values: Any) -> bytes:
+    """Returns a server-sent event with JSON."""
+    return b"data: " + msgspec.json.encode(values) + b"\n\n"
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _MIN_LOGPROB)

@@ -1,0 +1,324 @@
+"""The routes of the server."""
+
+import asyncio
+import contextlib
+import dataclasses
+import pathlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from absl import logging
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from kvjax_models.engine import Output, TokenLogprobs
+from kvjax_models.server import schema
+from kvjax_models.server.answers import Format, TokenBytes, event
+from kvjax_models.server.errors import RequestError, as_request_error
+from kvjax_models.server.guard import Guard
+from kvjax_models.server.metrics import Metrics
+from kvjax_models.server.responses import EventStream, error_response, json_response, unless_disconnected
+from kvjax_models.server.worker import Job, Worker
+
+_PAGE = pathlib.Path(__file__).with_name("page.html")
+_BODY_SECONDS = 60  # to receive a body
+_STOP_SECONDS = 10  # to end a step of the worker
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """Who may send what.
+
+    Attributes:
+        hosts: names of the server in Host headers.
+        origins: origins of web pages that may send requests.
+        api_key: key of clients; None for no check.
+        max_body_bytes: maximum size of a request's body.
+    """
+
+    hosts: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+    max_body_bytes: int = 4 * 2**20
+
+
+def make_app(worker: Worker, model_name: str, access: Access) -> Starlette:
+    """Returns the application, which starts and stops the worker.
+
+    Args:
+        worker: the worker.
+        model_name: name of the model in requests.
+        access: who may send what.
+    """
+    handlers = _Handlers(worker, model_name, access.max_body_bytes)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        worker.start()
+        yield
+        await asyncio.to_thread(worker.stop, _STOP_SECONDS)
+
+    middleware = [Middleware(Guard, hosts=access.hosts, origins=access.origins, api_key=access.api_key)]
+    if access.origins:
+        cors: dict[str, Any] = dict.fromkeys(("allow_methods", "allow_headers"), ["*"])
+        middleware.append(Middleware(CORSMiddleware, allow_origins=access.origins, **cors))
+    errors: dict[Any, Callable[..., Any]] = {
+        HTTPException: lambda _, error: error_response(RequestError(error.detail, error.status_code)),
+        ClientDisconnect: lambda *_: Response(status_code=499),  # nobody receives it
+    }
+    for kind in (RequestError, ValueError, TypeError, Exception):
+        errors[kind] = lambda _, error: error_response(as_request_error(error))
+    return Starlette(routes=handlers.routes(), middleware=middleware, lifespan=lifespan, exception_handlers=errors)
+
+
+class _Handlers:
+    def __init__(self, worker: Worker, model_name: str, max_body_bytes: int) -> None:
+        self._worker, self._model_name, self._max_body_bytes = worker, model_name, max_body_bytes
+        self._metrics, self._start = Metrics(worker), int(time.time())
+        self._token_bytes: TokenBytes | None = None
+        self._num_sequences = 0  # of all requests that are not finished
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/", self.page),
+            Route("/health", self.health),
+            Route("/metrics", self.metrics),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/documents", self.post_document, methods=["POST"]),
+            Route("/v1/documents/{name}/kept", self.document_kept),
+            Route("/v1/documents/{name:path}", self.document, methods=["GET", "DELETE"]),
+        ]
+
+    async def page(self, request: Request) -> Response:
+        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+        return FileResponse(_PAGE, headers={"Content-Security-Policy": policy, "X-Frame-Options": "DENY"})
+
+    async def health(self, request: Request) -> Response:
+        status = "ok" if self._worker.is_ready else "failed" if self._worker.error else "loading"
+        return json_response({"status": status}, 200 if status == "ok" else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._describe_model()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return json_response(self._describe_model())
+
+    async def chat(self, request: Request) -> Response:
+        return await self._generate(request, schema.ChatRequest)
+
+    async def complete(self, request: Request) -> Response:
+        return await self._generate(request, schema.CompletionRequest)
+
+    async def post_document(self, request: Request) -> Response:
+        self._check_ready()
+        body = schema.parse(schema.DocumentRequest, await self._read_body(request))
+        documents, content = self._worker.documents, body.content()
+        assert documents is not None
+        await asyncio.to_thread(documents.check_text, content)
+        return json_response(await unless_disconnected(request, self._worker.read(documents.read(body.id, content))))
+
+    async def document(self, request: Request) -> Response:
+        self._check_ready()
+        documents, name = self._worker.documents, request.path_params["name"]
+        assert documents is not None
+        function = documents.delete if request.method == "DELETE" else documents.describe
+        return json_response(await self._worker.call(function, name))
+
+    async def document_kept(self, request: Request) -> Response:
+        self._check_ready()
+        assert self._worker.documents is not None
+        return json_response(await self._worker.call(self._worker.documents.kept, request.path_params["name"]))
+
+    # --- completions ---
+
+    async def _generate(
+        self, request: Request, kind: type[schema.ChatRequest] | type[schema.CompletionRequest]
+    ) -> Response:
+        start = time.monotonic()
+        self._check_ready()
+        body = schema.parse(kind, await self._read_body(request))
+        self._check_model(body.model)
+        job = await self._make_job(body)
+        usage = _Usage(job, body.n)
+        self._reserve(len(job.prompts))
+        outcome = "cancelled"
+
+        def close() -> None:
+            self._num_sequences -= len(job.prompts)
+            self._worker.abort(job)
+            self._metrics.requests.labels(usage.outcome or outcome).inc()
+            self._metrics.prompt_tokens.inc(sum(map(len, job.prompts)))
+            self._metrics.cached_tokens.inc(usage.cached_tokens)
+            self._metrics.new_tokens.inc(usage.completion_tokens)
+            self._metrics.duration.observe(time.monotonic() - start)
+
+        is_streamed = False
+        try:
+            self._worker.submit(job)
+            first = await unless_disconnected(request, _next_output(job, usage))
+            self._metrics.first_token.observe(time.monotonic() - start)
+            is_chat = kind is schema.ChatRequest
+            assert self._token_bytes is not None
+            form = Format(self._token_bytes, self._model_name, is_chat=is_chat, num_top=body.num_top_logprobs)
+            if body.stream:
+                has_usage = body.stream_options is not None and body.stream_options.include_usage
+                response = EventStream(request, _events(job, form, first, usage, bool(has_usage)), close)
+                is_streamed = True
+                return response
+            return json_response(await unless_disconnected(request, _answer(job, form, first, usage)))
+        finally:
+            if not is_streamed:
+                close()
+
+    async def _make_job(self, body: schema.ChatRequest | schema.CompletionRequest) -> Job:
+        """Returns the sequences of a request, or raises what is wrong with it."""
+        body.check()
+        sampling, stop, limit = body.sampling(), body.stops(), body.limit()
+        if limit is not None and limit < 1:
+            raise RequestError(f"max_tokens={limit} must be at least 1", param="max_tokens")
+        worker = self._worker
+        assert worker.cache is not None and worker.documents is not None
+        document = None if body.document is None else await worker.call(worker.documents.get, body.document)
+        if self._token_bytes is None:
+            self._token_bytes = TokenBytes(worker.cache.llm.tokenizer)
+        prompts = await asyncio.to_thread(body.prompts, worker.cache.llm, document)
+        prompts = [prompt for prompt in prompts for _ in range(body.n)]
+        seed = secrets.randbits(32) if body.seed is None else body.seed
+        return Job(prompts, document, sampling, stop, limit, seed)
+
+    def _reserve(self, count: int) -> None:
+        """Counts the sequences of a request, or refuses it if too many wait."""
+        limit = self._worker.num_max_sequences
+        if count > limit:
+            raise RequestError(f"{count} sequences exceed the {limit} that this server runs and queues", param="n")
+        if self._num_sequences + count > limit:
+            raise RequestError(
+                f"{self._num_sequences} sequences run or wait; try again later", 429, code="queue_full",
+                headers={"Retry-After": "1"},
+            )  # fmt: skip
+        self._num_sequences += count
+
+    # --- checks ---
+
+    def _check_ready(self) -> None:
+        if not self._worker.is_ready:
+            raise RequestError("the server is loading, has failed or ends", 503, code="unavailable")
+
+    def _check_model(self, name: str) -> None:
+        if name != self._model_name:
+            raise RequestError(
+                f"there is no model {name[:100]!r}; this server has {self._model_name!r}", 404, param="model",
+                code="model_not_found",
+            )  # fmt: skip
+
+    def _describe_model(self) -> dict[str, Any]:
+        return {"id": self._model_name, "object": "model", "created": self._start, "owned_by": "kvjax"}
+
+    async def _read_body(self, request: Request) -> bytes:
+        """Returns the body of a request; refuses those that are too large or come too slowly."""
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > self._max_body_bytes:
+                        raise RequestError(f"the body exceeds {self._max_body_bytes} bytes", 413)
+                    parts.append(part)
+        except TimeoutError:
+            raise RequestError(f"the body did not arrive within {_BODY_SECONDS} seconds", 408) from None
+        return b"".join(parts)
+
+
+@dataclasses.dataclass
+class _Usage:
+    """The tokens of a request, and how it ended."""
+
+    job: Job
+    n: int
+    completion_tokens: int = 0
+    num_unfinished: int = dataclasses.field(init=False)
+    outcome: str | None = None  # None until the end
+
+    def __post_init__(self) -> None:
+        self.num_unfinished = len(self.job.prompts)
+
+    @property
+    def cached_tokens(self) -> int:
+        before = 0 if self.job.document is None else self.job.document.num_tokens
+        return before * len(self.job.prompts) // self.n
+
+    def as_json(self) -> dict[str, Any]:
+        prompt = self.cached_tokens + sum(map(len, self.job.prompts)) // self.n
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": prompt + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+async def _next_output(job: Job, usage: _Usage) -> tuple[int, Output]:
+    """Returns the next output of a job, or raises its error."""
+    item = await job.outputs.get()
+    if isinstance(item, Exception):
+        usage.outcome = "error"
+        raise item
+    usage.completion_tokens += len(item[1].tokens)
+    if item[1].finish_reason is not None:
+        usage.num_unfinished -= 1
+        if not usage.num_unfinished:
+            usage.outcome = item[1].finish_reason
+    return item
+
+
+async def _outputs(job: Job, first: tuple[int, Output], usage: _Usage) -> AsyncIterator[tuple[int, Output]]:
+    """Yields all outputs of a job."""
+    yield first
+    while usage.num_unfinished:
+        yield await _next_output(job, usage)
+
+
+async def _answer(job: Job, form: Format, first: tuple[int, Output], usage: _Usage) -> bytes:
+    """Returns an entire answer."""
+    parts: list[list[Output]] = [[] for _ in job.prompts]
+    async for index, output in _outputs(job, first, usage):
+        parts[index].append(output)
+    choices = []
+    for index, outputs in enumerate(parts):
+        logprobs: list[TokenLogprobs] | None = None
+        if job.sampling.logprobs is not None:
+            logprobs = [item for one in outputs for item in one.logprobs or ()]
+        choices.append(form.choice(index, "".join(one.text for one in outputs), outputs[-1].finish_reason, logprobs))
+    return form.answer(choices, usage.as_json())
+
+
+async def _events(
+    job: Job, form: Format, first: tuple[int, Output], usage: _Usage, has_usage: bool
+) -> AsyncIterator[bytes]:
+    """Yields the events of a streamed answer; an error is the last one."""
+    try:
+        async for index, output in _outputs(job, first, usage):
+            if output.text or output.finish_reason is not None or output.logprobs:
+                yield form.chunk([form.delta(index, output)], None)
+        if has_usage:
+            yield form.chunk([], usage.as_json())
+        yield b"data: [DONE]\n\n"
+    except Exception as error:
+        if not isinstance(error, RequestError):
+            logging.exception("a streamed answer has failed")
+        yield event(as_request_error(error).body)

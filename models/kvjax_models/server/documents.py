@@ -1,0 +1,209 @@
+"""The documents of a server: those used most recently are in memory, all are in a directory if there is one.
+
+A document is written to a temporary directory, which is then renamed: a name in the directory is a complete document.
+All methods but `check_text` are called in the worker's thread.
+"""
+
+import collections
+import os
+import pathlib
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from absl import logging
+
+from kvjax.budget import format_bytes
+from kvjax_models import atomic_io
+from kvjax_models.cache import CachedModel, encode_text, read_steps
+from kvjax_models.document import Document
+from kvjax_models.prompts import Prompt
+from kvjax_models.server.errors import RequestError
+
+if TYPE_CHECKING:
+    from kvjax_models.server.worker import Settings
+
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_PARTIAL = ".partial-"  # start of the names of directories that are not complete, or being deleted
+
+
+class Documents:
+    """Documents by id."""
+
+    def __init__(self, cache: CachedModel, settings: "Settings") -> None:
+        """Opens the directory of documents.
+
+        Args:
+            cache: the model, with policy and budget of new documents.
+            settings: sizes of the server, directory and limit of bytes.
+        """
+        self._cache, self._settings = cache, settings
+        self._in_memory: collections.OrderedDict[str, Document] = collections.OrderedDict()  # oldest use first
+        self._directory = None if settings.documents_dir is None else pathlib.Path(settings.documents_dir)
+        if self._directory is not None:
+            self._lock = atomic_io.lock_directory(self._directory)
+            for path in self._directory.glob(f"{_PARTIAL}*"):  # of a process that was killed
+                shutil.rmtree(path, ignore_errors=True)
+
+    def __len__(self) -> int:
+        """Returns the number of documents in memory."""
+        return len(self._in_memory)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the documents in memory."""
+        return sum(one.cache_bytes + one.host_bytes for one in [*self._in_memory.values()])
+
+    def get(self, name: str) -> Document:
+        """Returns a document, which is read from the directory if it is not in memory.
+
+        Args:
+            name: id of the document.
+
+        Raises:
+            RequestError: if the id is invalid or not known, or the files are damaged or of another model.
+        """
+        path = self._path(name)
+        if name not in self._in_memory:
+            if path is None or not path.is_dir():
+                raise RequestError(f"there is no document {name!r}", 404, param="document", code="document_not_found")
+            try:
+                document = self._cache.llm.open(path)
+            except Exception as error:  # damaged files may raise anything
+                logging.error("document %s: %s", name, error)
+                raise RequestError(
+                    f"document {name!r} cannot be restored: its files are damaged or of another model; delete it",
+                    409,
+                    param="document",
+                    code="document_damaged",
+                ) from error
+            self._insert(name, document)
+        self._in_memory.move_to_end(name)
+        return self._in_memory[name]
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """Returns the sizes of a document."""
+        document = self.get(name)
+        return {
+            "id": name,
+            "object": "document",
+            "tokens": document.num_tokens,
+            "max_new_tokens": document.max_new_tokens,
+            "bytes": document.cache_bytes + document.host_bytes,
+            "full_cache_bytes": document.full_cache_bytes,
+        }
+
+    def kept(self, name: str) -> dict[str, Any]:
+        """Returns the share of the text's tokens that every KV head of every layer holds."""
+        shares = np.minimum(self.get(name).kept(), 1).mean(axis=-1)
+        return {"id": name, "object": "document.kept", "heads": shares.round(4).tolist()}
+
+    def check_text(self, text: Prompt) -> None:
+        """Checks the length of a text; may be called in any thread.
+
+        Raises:
+            RequestError: if it is too long.
+        """
+        num_tokens = len(encode_text(self._cache.llm, text, None, None)[0])
+        if num_tokens > self._settings.max_prompt_tokens:
+            raise RequestError(
+                f"{num_tokens} tokens exceed max_prompt_tokens={self._settings.max_prompt_tokens}; shorten the text",
+                param="text",
+                code="context_length_exceeded",
+            )
+
+    def read(self, name: str | None, text: Prompt) -> Iterator[dict[str, Any] | None]:
+        """Compresses a text in steps, and saves the document.
+
+        Args:
+            name: id; None for one that cannot be guessed.
+            text: the text, or a conversation.
+
+        Yields:
+            None after every step, finally the sizes of the document.
+
+        Raises:
+            RequestError: if the id is invalid or taken, or the document does not fit or cannot be saved.
+        """
+        start = time.monotonic()
+        name = f"doc_{secrets.token_urlsafe(24)}" if name is None else name
+        path = self._path(name)
+        if name in self._in_memory or (path is not None and path.exists()):
+            raise RequestError(f"document {name!r} exists; delete it first", 409, param="id", code="document_exists")
+        for documents in read_steps([self._cache], text, max_new_tokens=self._settings.max_new_tokens):
+            if documents is None:
+                yield None
+                continue
+            self._check_bytes(documents[0])
+            if path is not None:
+                self._save(documents[0], path)
+            self._insert(name, documents[0])
+        yield self.describe(name) | {"seconds": round(time.monotonic() - start, 3)}
+
+    def delete(self, name: str) -> dict[str, Any]:
+        """Deletes a document; requests that use it go on.
+
+        Args:
+            name: id of the document.
+
+        Returns:
+            A confirmation.
+
+        Raises:
+            RequestError: if the id is invalid or not known.
+        """
+        path = self._path(name)
+        is_known = self._in_memory.pop(name, None) is not None
+        if path is not None and path.is_dir():
+            is_known = True
+            partial = path.with_name(f"{_PARTIAL}{name}")
+            shutil.rmtree(partial, ignore_errors=True)
+            path.rename(partial)
+            shutil.rmtree(partial, ignore_errors=True)
+        if not is_known:
+            raise RequestError(f"there is no document {name!r}", 404, param="document", code="document_not_found")
+        return {"id": name, "object": "document", "deleted": True}
+
+    def _path(self, name: str) -> pathlib.Path | None:
+        """Returns the directory of a document; None if documents are not saved."""
+        if not _ID.fullmatch(name):
+            raise RequestError("an id of a document has 1 to 64 letters, digits, - and _", param="id")
+        path = None if self._directory is None else self._directory / name
+        if path is not None and path.is_symlink():
+            raise RequestError(f"{name!r} is a symbolic link, not a document", param="id")
+        return path
+
+    def _check_bytes(self, document: Document) -> None:
+        """Checks that a document fits, if the others stay or can be read again."""
+        limit, needed = self._settings.cache_bytes, document.cache_bytes + document.host_bytes
+        held = self.held_bytes if self._directory is None else 0
+        if limit is not None and held + needed > limit:
+            raise RequestError(
+                f"the document takes {format_bytes(needed)} and others {format_bytes(held)} of "
+                f"cache_bytes={format_bytes(limit)}; delete others, or shorten the text",
+                507,
+                code="documents_full",
+            )
+
+    def _insert(self, name: str, document: Document) -> None:
+        """Holds a document in memory; the ones used least recently are in the directory only."""
+        self._in_memory[name] = document
+        limit = self._settings.cache_bytes
+        while limit is not None and len(self) > 1 and self.held_bytes > limit:
+            self._in_memory.popitem(last=False)
+
+    def _save(self, document: Document, path: pathlib.Path) -> None:
+        """Writes a document; a failure leaves nothing."""
+        partial = path.with_name(f"{_PARTIAL}{path.name}")
+        try:
+            document.save(partial)
+            os.rename(partial, path)
+            atomic_io.fsync(path.parent)
+        except Exception as error:  # a full disk, and what orbax makes of it
+            shutil.rmtree(partial, ignore_errors=True)
+            logging.error("document %s: %s", path.name, error)
+            raise RequestError("the document could not be saved; the server's log has the reason", 507) from error

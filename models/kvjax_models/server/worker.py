@@ -1,0 +1,384 @@
+"""The thread that owns the model: it reads documents and runs engines; handlers queue jobs and await their outputs.
+
+Plain prompts run in one engine. Every document that is asked has an engine whose rows share its entries. Each turn of
+the loop runs the handlers' commands, one step of reading a document, and one step of every engine with requests.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+from absl import logging
+
+from kvjax_models.cache import CachedModel
+from kvjax_models.document import Document
+from kvjax_models.engine import Engine, Output, seed_of_prompt
+from kvjax_models.generation.sampling import Sampling
+from kvjax_models.server.documents import Documents
+from kvjax_models.server.errors import RequestError
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Sizes of the server.
+
+    Attributes:
+        rows: batch rows of plain prompts, or bytes for their caches.
+        document_rows: questions to one document that run at a time.
+        documents: documents that are asked at a time.
+        max_prompt_tokens: maximum length of a prompt, or of a document's text.
+        max_new_tokens: maximum number of tokens after it; for documents of question and answer together.
+        max_queue: maximum number of sequences that wait.
+        max_prefill_steps: see `Engine`.
+        stream_interval: see `Engine`.
+        documents_dir: directory of saved documents; None to keep them in memory only.
+        cache_bytes: maximum bytes of the documents in memory; None for no limit.
+    """
+
+    rows: int | str = 4
+    document_rows: int = 4
+    documents: int = 4
+    max_prompt_tokens: int = 8192
+    max_new_tokens: int = 1024
+    max_queue: int = 64
+    max_prefill_steps: int = 4
+    stream_interval: int = 8
+    documents_dir: str | None = None
+    cache_bytes: int | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """The sequences of a request.
+
+    Attributes:
+        prompts: token ids of every sequence.
+        document: the document that they continue.
+        sampling: parameters of sampling.
+        stop: stop strings.
+        max_new_tokens: maximum number of new tokens of each; None for the server's.
+        seed: seed of the first sequence.
+        outputs: pairs of the sequence's index and its output, or an exception that ends the job.
+    """
+
+    prompts: list[list[int]]
+    document: Document | None
+    sampling: Sampling
+    stop: tuple[str, ...]
+    max_new_tokens: int | None
+    seed: int
+    outputs: asyncio.Queue[tuple[int, Output] | Exception] = dataclasses.field(default_factory=asyncio.Queue)
+    loop: asyncio.AbstractEventLoop = dataclasses.field(default_factory=asyncio.get_running_loop)
+    num_unfinished: int = 0
+
+    def send(self, item: tuple[int, Output] | Exception) -> None:
+        """Passes an item to the handler."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
+
+
+class _Lane:
+    """An engine, and the jobs of its requests."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.jobs: dict[int, tuple[Job, int]] = {}  # and the index of the sequence, by number of the request
+
+    def add(self, job: Job, default_limit: int) -> None:
+        """Adds all sequences of a job, or none if one is invalid."""
+        numbers: list[int] = []
+        try:
+            for index, prompt in enumerate(job.prompts):
+                limit = job.max_new_tokens
+                if limit is None:  # what capacity and context leave; if that is nothing, the engine raises an error
+                    before, capacity = 0, default_limit
+                    if job.document is not None:
+                        before, capacity = job.document.num_tokens, job.document.max_new_tokens - len(prompt)
+                    context = self.engine.generator.config.max_length - before - len(prompt)
+                    limit = max(min(capacity, context), 1)
+                seed = seed_of_prompt(job.seed, index)
+                options: Any = {"sampling": job.sampling, "stop": job.stop, "max_new_tokens": limit, "seed": seed}
+                numbers.append(self.engine.add(prompt, job.document, **options))
+        except BaseException:
+            for number in numbers:
+                self.engine.abort(number)
+            raise
+        self.jobs |= {number: (job, index) for index, number in enumerate(numbers)}
+        job.num_unfinished = len(numbers)
+
+    def abort(self, job: Job) -> None:
+        """Ends all sequences of a job."""
+        for number in [number for number, (other, _) in self.jobs.items() if other is job]:
+            self.engine.abort(number)
+            del self.jobs[number]
+
+    def step(self) -> None:
+        """Runs a step of the engine and passes its outputs to the jobs."""
+        for output in self.engine.step():
+            if output.number not in self.jobs:  # of a job that was ended
+                continue
+            job, index = self.jobs[output.number]
+            if output.finish_reason is not None:
+                del self.jobs[output.number]
+                job.num_unfinished -= 1
+            if output.error is not None:
+                self.abort(job)
+                job.send(RequestError(output.error, 500))
+            else:
+                job.send((index, output))
+
+    def fail(self, error: Exception) -> None:
+        """Ends all jobs with an error."""
+        for job in {job for job, _ in self.jobs.values()}:
+            job.send(error)
+        self.jobs.clear()
+
+
+class Worker:
+    """The thread and its queues. Methods may be called from any thread.
+
+    Attributes:
+        settings: sizes of the server.
+        cache: the model; None until it is loaded.
+        error: why the thread ended; None while it runs or after `stop`.
+    """
+
+    def __init__(self, load: Callable[[], CachedModel], settings: Settings) -> None:
+        """Creates a worker, which `start` starts.
+
+        Args:
+            load: loads the model, in the thread.
+            settings: sizes of the server.
+        """
+        self.settings, self._load = settings, load
+        self.cache: CachedModel | None = None
+        self.documents: Documents | None = None
+        self.error: BaseException | None = None
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: set[Future[Any]] = set()
+        self._waiting: collections.deque[Job] = collections.deque()  # for an engine
+        self._readings: collections.deque[tuple[Future[Any], Iterator[Any]]] = collections.deque()
+        self._lanes: dict[Document | None, _Lane] = {}
+        self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
+        self._is_stopping = False
+        self._lock, self._is_closed = threading.Lock(), False  # closed: nobody runs commands any more
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self, timeout: float) -> bool:
+        """Ends the thread after its current step; returns whether it ended within `timeout` seconds."""
+        self._is_stopping = True
+        self._commands.put(lambda: None)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the model is loaded and the thread runs."""
+        return self.documents is not None and self._thread.is_alive()
+
+    @property
+    def num_rows(self) -> int:
+        """Batch rows that requests occupy."""
+        return sum(lane.engine.generator.batch - lane.engine.num_free_rows for lane in [*self._lanes.values()])
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a row."""
+        return sum(len(job.prompts) for job in [*self._waiting]) + sum(
+            lane.engine.num_waiting for lane in [*self._lanes.values()]
+        )
+
+    @property
+    def num_max_sequences(self) -> int:
+        """Sequences that run and wait, at most."""
+        lane = self._lanes.get(None)
+        return self.settings.max_queue + (lane.engine.generator.batch if lane is not None else 0)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the documents in memory."""
+        return 0 if self.documents is None else self.documents.held_bytes
+
+    # --- called by handlers ---
+
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Runs a function in the thread and returns its result."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                _set_result(future, function, *args)
+            self._calls.discard(future)
+
+        return await self._await(future, run)
+
+    async def read(self, steps: Iterator[Any]) -> Any:
+        """Runs an iterator in the thread, between the steps of engines, and returns its last item."""
+        future: Future[Any] = Future()
+        return await self._await(future, lambda: self._readings.append((future, steps)))
+
+    async def _await(self, future: Future[Any], command: Callable[[], None]) -> Any:
+        self._calls.add(future)
+        self._put(command)
+        return await asyncio.wrap_future(future)
+
+    def _put(self, command: Callable[[], None]) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise _unavailable()
+            self._commands.put(command)
+
+    def submit(self, job: Job) -> None:
+        """Queues a job, whose outputs arrive in its queue."""
+        self._put(lambda: self._waiting.append(job))
+
+    def abort(self, job: Job) -> None:
+        """Ends a job; does nothing if it is finished."""
+        with contextlib.suppress(RequestError):
+            self._put(lambda: self._abort(job))
+
+    # --- in the thread ---
+
+    def _run(self) -> None:
+        try:
+            cache = self._load()
+            # Longer prompts are refused by the model's context; their caches would take bytes for nothing.
+            limit = min(self.settings.max_prompt_tokens, cache.llm.model.config.max_length)
+            self.settings = dataclasses.replace(self.settings, max_prompt_tokens=limit)
+            self.cache = cache
+            self.documents = Documents(self.cache, self.settings)
+            self._plain_lane()
+            while not self._is_stopping:
+                self._run_commands()
+                self._start_jobs()
+                self._read_step()
+                for document, lane in [*self._lanes.items()]:
+                    self._step(document, lane)
+        except BaseException as error:
+            self.error = error
+            logging.exception("the worker has ended")
+        finally:
+            self._fail_all()
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._readings or any(lane.engine.has_unfinished for lane in self._lanes.values()))
+
+    def _run_commands(self) -> None:
+        """Runs all commands; waits for one if there is nothing else to do."""
+        while True:
+            try:
+                command = self._commands.get(block=self._is_idle and not self._waiting)
+            except queue.Empty:
+                return
+            command()
+            if self._is_stopping:
+                return
+
+    def _plain_lane(self) -> _Lane:
+        assert self.cache is not None
+        settings = self.settings
+        if None not in self._lanes:
+            engine = self.cache.engine(
+                rows=settings.rows,
+                max_prompt_tokens=settings.max_prompt_tokens,
+                max_new_tokens=settings.max_new_tokens,
+                max_prefill_steps=settings.max_prefill_steps,
+                stream_interval=settings.stream_interval,
+            )
+            self._lanes[None] = _Lane(engine)
+        return self._lanes[None]
+
+    def _start_jobs(self) -> None:
+        """Adds waiting jobs to their engines; those of further documents wait until one is not asked any more."""
+        for job in [*self._waiting]:
+            if (lane := self._find_lane(job.document)) is None:
+                continue
+            self._waiting.remove(job)
+            try:
+                lane.add(job, self.settings.max_new_tokens)
+            except Exception as error:  # invalid requests, and what else the engine raises
+                job.send(error)
+
+    def _find_lane(self, document: Document | None) -> _Lane | None:
+        if document is None:
+            return self._plain_lane()
+        if document not in self._lanes:
+            if len(self._lanes) > self.settings.documents:  # and the lane of plain prompts
+                return None
+            settings = self.settings
+            options = {"max_prefill_steps": settings.max_prefill_steps, "stream_interval": settings.stream_interval}
+            self._lanes[document] = _Lane(document.engine(rows=settings.document_rows, **options))
+        return self._lanes[document]
+
+    def _step(self, document: Document | None, lane: _Lane) -> None:
+        """Runs a step of an engine; an unexpected error ends its requests, and the next one gets a new engine."""
+        try:
+            if lane.engine.has_unfinished:
+                lane.step()
+        except Exception as error:
+            logging.exception("an engine has failed")
+            lane.fail(RequestError(f"the engine failed: {type(error).__name__}", 500))
+            del self._lanes[document]
+            return
+        if document is not None and not lane.engine.has_unfinished:
+            del self._lanes[document]
+
+    def _read_step(self) -> None:
+        if not self._readings:
+            return
+        future, steps = self._readings[0]
+        item = None
+        if not future.cancelled():
+            try:
+                if (item := next(steps)) is None:
+                    return
+                with contextlib.suppress(Exception):  # the handler has gone
+                    future.set_result(item)
+            except Exception as error:
+                with contextlib.suppress(Exception):
+                    future.set_exception(error)
+        self._readings.popleft()
+        self._calls.discard(future)
+
+    def _abort(self, job: Job) -> None:
+        if job in self._waiting:
+            self._waiting.remove(job)
+        elif job.document in self._lanes:
+            self._lanes[job.document].abort(job)
+
+    def _fail_all(self) -> None:
+        """Ends everything that handlers wait for."""
+        with self._lock:
+            self._is_closed = True
+        while not self._commands.empty():
+            self._commands.get()()
+        for job in self._waiting:
+            job.send(_unavailable())
+        for lane in self._lanes.values():
+            lane.fail(_unavailable())
+        for future in [*self._calls]:
+            if not future.done():
+                future.set_exception(_unavailable())
+        self._lanes.clear()
+        self._waiting.clear()
+
+
+def _set_result(future: Future[Any], function: Callable[..., Any], *args: Any) -> None:
+    try:
+        future.set_result(function(*args))
+    except Exception as error:
+        future.set_exception(error)
+
+
+def _unavailable() -> RequestError:
+    return RequestError("the server is loading, has failed or ends", 503, code="unavailable")
