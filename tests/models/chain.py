@@ -1,5 +1,7 @@
 """A model whose next token depends on the current one alone, with a tokenizer of known pieces of text."""
 
+import itertools
+
 import jax.numpy as jnp
 import tokenizers
 from flax import nnx
@@ -9,10 +11,10 @@ from kvjax_models import LanguageModel
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
-from kvjax_models.server.answers import _byte_level_characters
+from kvjax_models.server.answers import byte_level_characters
 
 EOS = "<|end_of_text|>"
-LETTER = {byte: character for character, byte in _byte_level_characters().items()}
+LETTER = {byte: character for character, byte in byte_level_characters().items()}
 
 
 def make_llm(chains, template=None, broken=(), max_length=512):
@@ -43,7 +45,7 @@ def make_llm(chains, template=None, broken=(), max_length=512):
         kernel[...] = jnp.zeros_like(kernel[...])
     embedding, head = jnp.eye(size), jnp.zeros((size, size))
     for chain in chains:
-        for piece, following in zip(chain, chain[1:]):
+        for piece, following in itertools.pairwise(chain):
             head = head.at[number[piece], number[following]].set(10.0)
     for piece in broken:
         embedding = embedding.at[number[piece]].set(jnp.nan)

@@ -70,7 +70,7 @@ class Server:
 
     def stream(self, path, **body):
         """Returns the status and the values of all events; "[DONE]" stays text."""
-        status, text = self.post(path, model=MODEL, stream=True, **body)
+        status, text = self.post(path, **{"model": MODEL, "stream": True} | body)
         if status != 200:
             return status, text
         events = text.removesuffix("\n\n").split("\n\n")

@@ -1,10 +1,12 @@
 """`kvjax serve`: an HTTP server with OpenAI's interface, for prompts and for documents that are compressed once."""
 
+import asyncio
 import dataclasses
 import importlib.util
 import os
 import pathlib
 import signal
+import socket
 
 import simple_parsing
 
@@ -52,7 +54,10 @@ class Serve(ModelOptions):
         for name in ("documents", "document_rows", "max_prompt_tokens", "max_new_tokens", "shutdown_seconds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name}={getattr(self, name)} must be at least 1")
-        from kvjax_models.server.app import Access, make_app
+        # Imported here, because the libraries of the extra may be missing.
+        import uvicorn
+
+        from kvjax_models.server.app import STOP_SECONDS, Access, make_app
         from kvjax_models.server.worker import Settings, Worker
 
         settings = Settings(
@@ -80,19 +85,25 @@ class Serve(ModelOptions):
                 raise
 
         worker = Worker(load, settings)
-        import uvicorn
-
         config = uvicorn.Config(
             make_app(worker, self.name or pathlib.Path(self.model).name, access),
             host=self.host,
             port=self.port,
             log_level="warning",
             access_log=False,
-            timeout_graceful_shutdown=self.shutdown_seconds,
+            timeout_graceful_shutdown=self.shutdown_seconds + STOP_SECONDS,
             server_header=False,
             ws="none",
         )
-        server = uvicorn.Server(config)
+
+        class Server(uvicorn.Server):
+            """Gives running requests some time at the end, then an error."""
+
+            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+                asyncio.get_running_loop().call_later(seconds, worker.stop)
+                await super().shutdown(sockets)
+
+        server, seconds = Server(config), self.shutdown_seconds
         # uvicorn raises the signal again after its shutdown; the process then ends with status 0.
         signal.signal(signal.SIGTERM, lambda *_: None)
         write_status(f"serving on http://{self.host}:{self.port}")
@@ -100,7 +111,7 @@ class Serve(ModelOptions):
             server.run()
         if worker.error is not None:
             raise ValueError(f"the worker has failed: {worker.error}") from worker.error
-        if not worker.stop(0):  # a step takes long; the interpreter must not destroy XLA's client meanwhile
+        if not worker.join(0):  # a step takes long; the interpreter must not destroy XLA's client meanwhile
             interrupts.exit_now(0)
 
 

@@ -26,7 +26,7 @@ class TokenBytes:
         self._tokenizer, self._special = tokenizer, tokenizer.special_ids
         decoder = json.loads(tokenizer.backend.decoder.__getstate__()) if tokenizer.backend.decoder else {}
         kinds = [part.get("type") for part in (decoder, *decoder.get("decoders", ()))]
-        self._bytes_of = _byte_level_characters() if "ByteLevel" in kinds else None
+        self._bytes_of = byte_level_characters() if "ByteLevel" in kinds else None
         self._added = tokenizer.backend.get_added_tokens_decoder()
 
     def name(self, token: int) -> str:
@@ -47,7 +47,7 @@ class TokenBytes:
         return text.replace("▁", " ").encode()
 
 
-def _byte_level_characters() -> dict[str, int]:
+def byte_level_characters() -> dict[str, int]:
     """Returns the bytes that the characters of byte-level BPE stand for (GPT-2's `bytes_to_unicode`)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -30,7 +30,7 @@ from kvjax_models.server.worker import Job, Worker
 
 _PAGE = pathlib.Path(__file__).with_name("page.html")
 _BODY_SECONDS = 60  # to receive a body
-_STOP_SECONDS = 10  # to end a step of the worker
+STOP_SECONDS = 10  # to end a step of the worker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +64,13 @@ def make_app(worker: Worker, model_name: str, access: Access) -> Starlette:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         worker.start()
         yield
-        await asyncio.to_thread(worker.stop, _STOP_SECONDS)
+        worker.stop()
+        await asyncio.to_thread(worker.join, STOP_SECONDS)
 
     middleware = [Middleware(Guard, hosts=access.hosts, origins=access.origins, api_key=access.api_key)]
     if access.origins:
-        cors: dict[str, Any] = dict.fromkeys(("allow_methods", "allow_headers"), ["*"])
-        middleware.append(Middleware(CORSMiddleware, allow_origins=access.origins, **cors))
+        any_of: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"]}
+        middleware.append(Middleware(CORSMiddleware, allow_origins=access.origins, **any_of))
     errors: dict[Any, Callable[..., Any]] = {
         HTTPException: lambda _, error: error_response(RequestError(error.detail, error.status_code)),
         ClientDisconnect: lambda *_: Response(status_code=499),  # nobody receives it
@@ -197,6 +198,12 @@ class _Handlers:
         if self._token_bytes is None:
             self._token_bytes = TokenBytes(worker.cache.llm.tokenizer)
         prompts = await asyncio.to_thread(body.prompts, worker.cache.llm, document)
+        longest, limit_of_prompts = max(map(len, prompts)), worker.settings.max_prompt_tokens
+        if document is None and longest > limit_of_prompts:
+            raise RequestError(
+                f"{longest} tokens of the prompt exceed max_prompt_tokens={limit_of_prompts}; shorten it",
+                code="context_length_exceeded",
+            )
         prompts = [prompt for prompt in prompts for _ in range(body.n)]
         seed = secrets.randbits(32) if body.seed is None else body.seed
         return Job(prompts, document, sampling, stop, limit, seed)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import filelock
 import numpy as np
 from absl import logging
 
@@ -43,11 +44,17 @@ class Documents:
         """
         self._cache, self._settings = cache, settings
         self._in_memory: collections.OrderedDict[str, Document] = collections.OrderedDict()  # oldest use first
+        self._lock: filelock.BaseFileLock | None = None
         self._directory = None if settings.documents_dir is None else pathlib.Path(settings.documents_dir)
         if self._directory is not None:
             self._lock = atomic_io.lock_directory(self._directory)
             for path in self._directory.glob(f"{_PARTIAL}*"):  # of a process that was killed
                 shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Lets other processes write to the directory."""
+        if self._lock is not None:
+            self._lock.release()
 
     def __len__(self) -> int:
         """Returns the number of documents in memory."""

@@ -173,10 +173,13 @@ class Worker:
         """Starts the thread."""
         self._thread.start()
 
-    def stop(self, timeout: float) -> bool:
-        """Ends the thread after its current step; returns whether it ended within `timeout` seconds."""
+    def stop(self) -> None:
+        """Makes the thread end after its current step; requests that are not finished get an error."""
         self._is_stopping = True
         self._commands.put(lambda: None)
+
+    def join(self, timeout: float) -> bool:
+        """Waits for the end of the thread; returns whether it ended within `timeout` seconds."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -306,7 +309,9 @@ class Worker:
             self._waiting.remove(job)
             try:
                 lane.add(job, self.settings.max_new_tokens)
-            except Exception as error:  # invalid requests, and what else the engine raises
+            except ValueError as error:
+                job.send(RequestError(str(error).replace("max_new_tokens=", "max_tokens=")))
+            except Exception as error:
                 job.send(error)
 
     def _find_lane(self, document: Document | None) -> _Lane | None:
@@ -371,6 +376,8 @@ class Worker:
                 future.set_exception(_unavailable())
         self._lanes.clear()
         self._waiting.clear()
+        if self.documents is not None:
+            self.documents.close()
 
 
 def _set_result(future: Future[Any], function: Callable[..., Any], *args: Any) -> None:

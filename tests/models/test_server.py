@@ -1,0 +1,727 @@
+"""`kvjax serve` over loopback: fields, documents, and kinds of requests that other servers answered wrongly."""
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import random
+import re
+import shutil
+import signal
+import socket
+import threading
+
+import openai
+import pytest
+
+from kvjax_models.document import Document
+from kvjax_models.generation.sampling import Sampling
+from kvjax_models.server.app import _PAGE
+from kvjax_models.server.worker import _Lane
+from tests.models import chain, tiny
+from tests.models.serving import MODEL, Server, wait_until
+from tests.models.support import damage_bytes, start_python
+
+# The last character of a prompt selects the answer.
+EMOJI, FLAG, HAN = "😀", "🇩🇪", "漢字"
+CHAINS = [
+    [b"?", b"The", b" qu", b"ick", b" br", b"own", b" fox", None],
+    [b"!", *(bytes([byte]) for byte in EMOJI.encode()), None],
+    [b"#", b"\xf0\x9f", b"\x87\xa9\xf0", b"\x9f\x87", b"\xaa", None],
+    [b"&", *(bytes([byte]) for byte in HAN.encode()), None],
+    [b"~", b" w", b" x", b" w"],  # never ends
+    [b"=", b" y", b" y"],  # ends at random
+    [b" y", None],
+    [b"%", b" n1", b" n2", b" n3", b" n4", b" n5", b" n6", b" n7"],
+    [b"<", b"<img src=x onerror=alert(1)>", None],
+]
+FOX = "The quick brown fox"
+TEMPLATE = (
+    "{% if messages[0].role == 'system' and messages|length == 1 %}{{ raise_exception('no user message') }}{% endif %}"
+    "{% for message in messages %}{% if not loop.first and message.role == messages[loop.index0 - 1].role %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+)
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+EACH = pytest.mark.parametrize(
+    ("path", "stream"), [(path, stream) for path in (CHAT, TEXT) for stream in (True, False)]
+)
+TEXT_OF_DOCUMENT = "A long text about ships. " * 6
+
+
+def make_llm(**options):
+    return chain.make_llm(CHAINS, TEMPLATE, broken=[b" n6"], **options)
+
+
+@pytest.fixture(scope="module")
+def cache():
+    return make_llm().cache()
+
+
+@pytest.fixture(scope="module")
+def server(cache):
+    with Server(cache) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def long_server():
+    """Answers of up to 20,000 tokens, in two rows."""
+    settings = {"rows": 2, "max_new_tokens": 20_000, "max_queue": 2}
+    with Server(make_llm(max_length=40_000).cache(), settings) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def random_llm():
+    """Random text that depends on the prompt, through several layers."""
+    return tiny.make_llm(tiny.TEMPLATE)
+
+
+def body(path, prompt, **options):
+    content = {"messages": [{"role": "user", "content": prompt}]} if path == CHAT else {"prompt": prompt}
+    return {"model": MODEL, "temperature": 0, **content, **options}
+
+
+def ask(server, path, stream, prompt, **options):
+    """Returns the text, the finish reason and the log-probabilities of every choice, and the usage."""
+    if not stream:
+        status, answer = server.post(path, **body(path, prompt, **options))
+        assert status == 200, answer
+        choices = [
+            (one["message"]["content"] if path == CHAT else one["text"], one["finish_reason"], one["logprobs"])
+            for one in answer["choices"]
+        ]
+        return choices, answer["usage"]
+    status, events = server.stream(path, **body(path, prompt, stream_options={"include_usage": True}, **options))
+    assert status == 200, events
+    assert events[-1] == "[DONE]" and events[-2]["choices"] == []
+    texts, reasons, logprobs = {}, {}, {}
+    for event in events[:-2]:
+        assert event["usage"] is None
+        for choice in event["choices"]:
+            index = choice["index"]
+            assert index not in reasons  # nothing after the finish reason
+            text = choice["delta"].get("content", "") if path == CHAT else choice["text"]
+            if path == CHAT:
+                assert ("role" in choice["delta"]) == (index not in texts)
+            texts[index] = texts.get(index, "") + text
+            for name, values in (choice["logprobs"] or {}).items():
+                logprobs.setdefault(index, {}).setdefault(name, []).extend(values or [])
+            if choice["finish_reason"] is not None:
+                reasons[index] = choice["finish_reason"]
+    assert len({(one["id"], one["created"]) for one in events[:-1]}) == 1
+    return [(texts[i], reasons[i], logprobs.get(i)) for i in sorted(texts)], events[-2]["usage"]
+
+
+def refuse(server, path=CHAT, prompt="?", status=400, **options):
+    """Returns the error of a request that must be refused."""
+    actual, answer = server.post(path, **body(path, prompt, **options))
+    assert actual == status, answer
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    return answer["error"]
+
+
+# --- the twelve kinds ---
+
+
+@EACH
+def test_k1_characters_of_several_tokens(server, path, stream):
+    for prompt, expected in (("!", EMOJI), ("#", FLAG), ("&", HAN)):
+        [(text, reason, _)], _ = ask(server, path, stream, prompt)
+        assert text == expected and reason == "stop"
+
+
+@EACH
+def test_k2_stop_strings(server, path, stream):
+    for stop, expected in (
+        (["own fox"], "The quick br"),
+        ("ui", "The q"),  # inside a token
+        (["quick brown", "ick"], "The qu"),  # the earliest that is complete
+        (["The quick brown fox!", "fox"], "The quick brown "),
+        (["brow", "brown"], "The quick "),
+        (["absent"], FOX),
+    ):
+        [(text, reason, _)], _ = ask(server, path, stream, "?", stop=stop)
+        assert (text, reason) == (expected, "stop")
+
+
+@EACH
+def test_k3_limits(server, path, stream):
+    for limit in (1, 2, 5):
+        [(_, reason, _)], usage = ask(server, path, stream, "?", max_tokens=limit)
+        assert reason == "length" and usage["completion_tokens"] == limit
+    [(text, reason, _)], usage = ask(server, path, stream, "?", max_tokens=7)  # the end token is the last one
+    assert (text, reason, usage["completion_tokens"]) == (FOX, "stop", 7)
+    [(text, _, _)], usage = ask(server, path, stream, "?", max_tokens=None)
+    assert text == FOX and usage["total_tokens"] == usage["prompt_tokens"] + 7
+    assert refuse(server, path, max_tokens=0, stream=stream)["param"] == "max_tokens"
+    too_long = refuse(server, path, "?" * 600, stream=stream)["message"]
+    assert re.search(r"\b6\d\d tokens of the prompt exceed max_prompt_tokens=256", too_long)
+    assert re.search("1000 .*exceed", refuse(server, path, max_tokens=1000, stream=stream)["message"])
+
+
+def test_k3_max_completion_tokens(server):
+    for fields, expected in (
+        ({"max_completion_tokens": 2}, 2),
+        ({"max_completion_tokens": 2, "max_tokens": 5}, 2),
+        ({"max_completion_tokens": None, "max_tokens": 5}, 5),
+        ({"max_completion_tokens": None, "max_tokens": None}, 7),
+    ):
+        assert ask(server, CHAT, False, "?", **fields)[1]["completion_tokens"] == expected
+    refuse(server, max_completion_tokens=0)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_k4_several_choices(server, path):
+    options = {"n": 3, "temperature": 1.0, "seed": 5, "max_tokens": 40}
+    streamed, usage = ask(server, path, True, "=", **options)  # checks indices, roles and ids
+    entire, entire_usage = ask(server, path, False, "=", **options)
+    assert streamed == entire and usage == entire_usage and len(streamed) == 3
+    assert len({len(text) for text, _, _ in streamed}) > 1
+    alone = [ask(server, path, False, "=", **options | {"n": 1, "seed": 5 + i})[0][0] for i in range(3)]
+    assert alone == streamed
+
+
+@EACH
+def test_k5_log_probabilities(server, path, stream):
+    for prompt, expected in (("!", EMOJI), ("#", FLAG), ("?", FOX)):
+        for num_top in (0, 5):
+            fields = {"logprobs": True, "top_logprobs": num_top} if path == CHAT else {"logprobs": num_top}
+            [(_, _, logprobs)], usage = ask(server, path, stream, prompt, **fields)
+            if path == TEXT:
+                assert len(logprobs["tokens"]) == usage["completion_tokens"]
+                assert all(len(one) == max(num_top, 1) for one in logprobs["top_logprobs"])
+                assert all(
+                    token in top for token, top in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True)
+                )
+                continue
+            items = logprobs["content"]
+            assert len(items) == usage["completion_tokens"] and all(
+                len(one["top_logprobs"]) == num_top for one in items
+            )
+            assert b"".join(bytes(one["bytes"] or []) for one in items) == expected.encode()
+            assert all(-9999 <= one["logprob"] <= 0 for one in items)
+    assert ask(server, path, stream, "?")[0][0][2] is None
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_k6_numbers(server, path):
+    content = json.dumps(body(path, "?"))[:-1]
+    for field, values in {
+        "temperature": ("NaN", "Infinity", "-1", '"0.5"', "true", "1e999"),
+        "top_p": ("NaN", "0", "1.5", "-1"),
+        "min_p": ("-0.1", "2"),
+        "top_k": ("-5", "1.5", "true"),
+        "n": ("0", "129", "5000000", "true", '"2"'),
+        "max_tokens": ("true", "3.7", '"16"', "-1", "99999999999999999999999"),
+        "seed": ("-1", "1.5", "99999999999999999999999", '"x"'),
+        "presence_penalty": ("3", "NaN", "[]"),
+        "stop": ('""', "[1]", '["a", ""]', json.dumps(["a"] * 17)),
+    }.items():
+        for value in values:
+            data = re.sub(r'"temperature": 0', "", content) + f', "{field}": {value}}}'
+            status, answer = server.request("POST", path, data.replace(", ,", ",").replace("{,", "{").encode())
+            assert status == 400, (field, value, answer)
+            if value not in ("NaN", "Infinity", "1e999"):  # not JSON
+                assert field in answer["error"]["message"] or answer["error"]["param"] == field, (value, answer)
+    assert ask(server, path, False, "?", max_tokens=20)[0][0][0] == FOX
+    sampled = [ask(server, path, False, "=", seed=0, temperature=1)[0] for _ in range(2)]
+    assert sampled[0] == sampled[1]
+    assert refuse(server, TEXT, ["?"] * 10_000)["param"] == "prompt"
+
+
+@EACH
+def test_k7_messages(server, path, stream):
+    def chat(messages):
+        return server.post(CHAT, model=MODEL, messages=messages, temperature=0, stream=stream)
+
+    def message(role, content):
+        return {"role": role, "content": content}
+
+    if path == TEXT:
+        for prompt in ([], [[]], ["?", 3], {"a": 1}, [[10**9]], [-1]):
+            refuse(server, TEXT, prompt, stream=stream)
+        return
+    for messages, sentence in (
+        ([], "messages is empty"),
+        ([message("system", "x")], "no user message"),
+        ([message("user", "x"), message("user", "y")], "roles must alternate"),
+        ([message("robot", "x")], "role"),
+        ([message("user", None)], "content"),
+        ([message("user", 3)], "content"),
+        ([message("user", [{"type": "image_url", "image_url": {"url": "data:"}}])], "'image_url'"),
+        ([message("user", [{"type": "text"}])], "type 'text'"),
+        ([{"content": "x"}], "role"),
+    ):
+        status, answer = chat(messages)
+        assert status == 400 and sentence in answer["error"]["message"], answer
+    answers = [
+        server.chat(messages, temperature=0)[1]
+        for messages in (
+            [message("user", "a?")],
+            [message("user", [{"type": "text", "text": "a?"}])],
+        )
+    ]
+    assert answers[0]["usage"] == answers[1]["usage"]
+    history = [
+        message("user", "x"),
+        {**message("assistant", None), "tool_calls": None, "refusal": None},
+        message("user", "?"),
+    ]
+    tokens = server.chat(history, temperature=0)[1]["usage"]["prompt_tokens"]
+    assert tokens == len("[user]x[assistant][user]?")
+    assert server.chat([message("user", "x"), message("system", "?")], temperature=0)[0] == 200
+
+
+def open_request(server, data, path=CHAT):
+    """Sends a request and returns the socket."""
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    content = json.dumps(data).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+def is_idle(server):
+    return server.metric("kvjax_rows_running") == 0 and server.metric("kvjax_sequences_waiting") == 0
+
+
+@EACH
+def test_k8_disconnects(long_server, path, stream):
+    data = body(path, "~", max_tokens=20_000, stream=stream)
+    before = long_server.metric('kvjax_requests_total{outcome="cancelled"}')
+    connections = [open_request(long_server, data, path) for _ in range(3)]  # two run, one waits
+    wait_until(lambda: long_server.worker.num_rows == 2 and long_server.worker.num_waiting == 1)
+    if stream:
+        assert b" w" in connections[0].recv(10_000)
+    connections[1].shutdown(socket.SHUT_WR)  # half-closed
+    for connection in (connections[2], connections[0]):
+        connection.close()
+    wait_until(lambda: is_idle(long_server), 20)
+    connections[1].close()
+    assert long_server.metric('kvjax_requests_total{outcome="cancelled"}') == before + 3
+    assert ask(long_server, path, stream, "?")[0][0][0] == FOX
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_k9_faults_end_one_request(server, stream):
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        good = [pool.submit(ask, server, CHAT, stream, prompt) for prompt in "?!#"]
+        if stream:
+            status, events = server.stream(CHAT, **body(CHAT, "%"))
+            assert status == 200 and "NaN" in events[-1]["error"]["message"]
+            assert all(one["choices"][0]["finish_reason"] is None for one in events[:-1]) and events[:-1]
+        else:
+            assert "NaN" in refuse(server, prompt="%", status=500)["message"]
+        assert [one.result()[0][0][0] for one in good] == [FOX, EMOJI, FLAG]
+    with pytest.raises(openai.APIError, match="NaN"):
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+        options = body(CHAT, "%", stream=stream)
+        answer = client.chat.completions.create(**options)
+        list(answer)
+
+
+def test_k9_a_dead_worker_fails_requests():
+    with Server(make_llm(max_length=40_000).cache(), {"max_new_tokens": 20_000}) as server:
+        client = concurrent.futures.ThreadPoolExecutor(4)
+        data = body(CHAT, "~", max_tokens=20_000)
+        entire = client.submit(server.post, CHAT, **data)
+        streamed = open_request(server, data | {"stream": True})
+        wait_until(lambda: server.worker.num_rows == 2)
+        assert b"200 OK" in streamed.recv(10_000)
+
+        def die():
+            raise SystemExit
+
+        server.worker._put(die)
+        assert entire.result(30)[0] == 503
+        rest = b""
+        while part := streamed.recv(10_000):
+            rest += part
+            if b'"error"' in rest:
+                break
+        assert b'data: {"error"' in rest and b"[DONE]" not in rest and b'"finish_reason":"' not in rest
+        wait_until(lambda: server.request("GET", "/health") == (503, {"status": "failed"}))
+        refuse(server, status=503)
+        assert server.post("/v1/documents", text="x")[0] == 503
+
+
+def test_k9_a_failed_engine_is_replaced(cache, monkeypatch):
+    with Server(cache) as server:
+        step = _Lane.step
+
+        def fail(lane):
+            monkeypatch.setattr(_Lane, "step", step)
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(_Lane, "step", fail)
+        assert refuse(server, status=500)["type"] == "server_error"
+        assert ask(server, CHAT, True, "?")[0][0][0] == FOX
+
+
+def test_k10_answers_equal_those_of_the_library(random_llm):
+    cache = random_llm.cache("streaming_llm", 24)
+    prompts = [f"marker{number} " * (1 + number % 7) for number in range(40)]
+    options = [{"temperature": number % 3 / 2, "top_k": 1 + number % 9, "seed": number} for number in range(40)]
+    with Server(cache) as server:
+        sizes = {"max_prompt_tokens": 256, "max_new_tokens": 64, "rows": 1}
+
+        def expected(number):
+            engine = cache.engine(**sizes)
+            tokens = random_llm.encode([{"role": "user", "content": prompts[number]}])
+            sampling = Sampling(temperature=options[number]["temperature"], top_k=options[number]["top_k"])
+            engine.add(tokens, sampling=sampling, max_new_tokens=20, seed=number)
+            return "".join(output.text for output in engine.run())
+
+        def answer(number):
+            fields = options[number] | {"max_tokens": 20}
+            if number % 5 == 4:  # cancelled
+                connection = open_request(
+                    server, body(CHAT, prompts[number], stream=True, **fields | {"max_tokens": 60})
+                )
+                connection.recv(10)
+                connection.close()
+                return None
+            return ask(server, CHAT, number % 2 == 0, prompts[number], **fields)[0][0][0]
+
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(answer, range(40)))
+        wait_until(lambda: is_idle(server))
+    for number, text in enumerate(answers):
+        if text is not None:
+            assert text == expected(number)
+
+
+def largest_file(directory):
+    return max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def test_k11_names_and_damaged_files(cache, tmp_path, monkeypatch):
+    directory, secret = tmp_path / "documents", tmp_path / "secret"
+    settings = {"documents_dir": str(directory)}
+    with Server(cache, settings) as server:
+        for name in ("../x", "a/b", "", "a\0b", "x" * 300, ".hidden", "a b", "é"):
+            status, answer = server.post("/v1/documents", id=name, text="x")
+            assert status == 400 and answer["error"]["param"] == "id", name
+            refuse(server, document=name)
+        for name in ("..%2Fx", "%2e%2e", "a%2Fb", "a%00b"):
+            assert server.request("GET", f"/v1/documents/{name}")[0] in (400, 404)
+            assert server.request("DELETE", f"/v1/documents/{name}")[0] in (400, 404)
+        for name in ("one", "two", "three", "four"):
+            assert server.post("/v1/documents", id=name, text=TEXT_OF_DOCUMENT)[0] == 200
+        assert server.post("/v1/documents", id="one", text="other")[0] == 409
+        before = sorted(path.name for path in directory.iterdir())
+        save = Document.save
+
+        def fail(document, path):
+            save(document, path)
+            raise OSError(28, "No space left on device", str(path))
+
+        monkeypatch.setattr(Document, "save", fail)
+        status, answer = server.post("/v1/documents", id="full", text=TEXT_OF_DOCUMENT)
+        assert status == 507 and str(tmp_path) not in json.dumps(answer)
+        monkeypatch.undo()
+        assert server.request("GET", "/v1/documents/full")[0] == 404
+        assert sorted(path.name for path in directory.iterdir()) == before
+    shutil.copytree(directory / "four", secret)
+    (directory / "link").symlink_to(secret)
+    (directory / ".partial-five").mkdir()  # as after kill -9
+    largest = {
+        name: max(
+            (path for path in (directory / name).rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+        )
+        for name in ("one", "two", "three")
+    }
+    largest["one"].write_bytes(b"")
+    largest["two"].write_bytes(largest["two"].read_bytes()[:-3])
+    data = largest["three"].read_bytes()
+    largest["three"].write_bytes(data[:50] + bytes([data[50] ^ 1]) + data[51:])
+    with Server(cache, settings) as server:
+        assert not (directory / ".partial-five").exists()
+        assert server.post(CHAT, **body(CHAT, "?", document="link"))[0] == 400
+        for name in ("one", "two", "three"):
+            error = refuse(server, document=name, status=409)
+            assert name in error["message"] and error["code"] == "document_damaged"
+        assert ask(server, CHAT, True, "?", document="four")[0][0][0] == FOX
+        assert server.request("DELETE", "/v1/documents/one")[0] == 200
+        assert server.post("/v1/documents", id="one", text=TEXT_OF_DOCUMENT)[0] == 200
+        assert secret.is_dir()
+
+
+def test_k12_hosts_origins_and_keys(cache, capfd):
+    key = "secret-key-6174"
+    with Server(cache, api_key=key, hosts=["example.org"], origins=["https://app.example"]) as server:
+        authorized = {"Authorization": f"Bearer {key}"}
+        for headers, expected in (
+            ({"Host": "evil.example"}, 403),
+            ({"Host": "localhost.evil.example:8080"}, 403),
+            ({"Host": "["}, 403),
+            ({"Host": ""}, 403),
+            ({"Host": "localhost"}, 200),
+            ({"Host": "[::1]:80"}, 200),
+            ({"Host": "EXAMPLE.org"}, 200),
+            ({"Origin": "null"}, 403),
+            ({"Origin": "https://evil.example"}, 403),
+            ({"Origin": server.url}, 200),
+            ({"Origin": "https://app.example"}, 200),
+        ):
+            assert server.request("GET", "/v1/models", headers=authorized | headers)[0] == expected, headers
+        for wrong in ({}, {"Authorization": key}, {"Authorization": f"Bearer {key}x"}, {"Authorization": "Bearer é"}):
+            for method, path in (
+                ("GET", "/v1/models"),
+                ("GET", "/metrics"),
+                ("POST", CHAT),
+                ("GET", "/v1/documents/x"),
+            ):
+                status, answer = server.request(method, path, b"" if method == "POST" else None, wrong)
+                assert status == 401 and key not in json.dumps(answer)
+        for path in ("/", "/health", "/metrics", "/v1/models", "/nothing"):
+            assert key not in json.dumps(server.request("GET", path, headers=authorized)[1])
+        server.request("GET", "/v1/models", headers=authorized | {"Origin": "https://app.example"})
+        assert server.headers["access-control-allow-origin"] == "https://app.example"
+    output = capfd.readouterr()
+    assert key not in output.out + output.err
+
+
+def test_k12_the_page_shows_answers_as_text(server):
+    assert ask(server, CHAT, False, "<")[0][0][0] == "<img src=x onerror=alert(1)>"
+    page = _PAGE.read_text("utf-8")
+    assert server.request("GET", "/") == (200, page)
+    assert "default-src 'none'" in server.headers["content-security-policy"]
+    assert not re.search("innerHTML|outerHTML|insertAdjacentHTML|document.write|eval", page)
+    assert not re.search(r"(src|href)=.?https?:|@import|url\(", page) and page.count("\n") <= 300
+
+
+# --- documents ---
+
+
+def test_documents_are_read_once(random_llm, tmp_path):
+    cache = random_llm.cache("streaming_llm", "50%")
+    settings = {"documents_dir": str(tmp_path), "max_new_tokens": 128}
+    question = [{"role": "user", "content": "Which ships?"}]
+    expected = cache.read(TEXT_OF_DOCUMENT, max_new_tokens=128).ask(
+        ["Which ships?", "When?"], max_new_tokens=20, temperature=1.0, seed=3
+    )
+    with Server(cache, settings) as server:
+        status, document = server.post("/v1/documents", text=TEXT_OF_DOCUMENT)
+        assert status == 200 and re.fullmatch(r"doc_[\w-]{32}", document["id"])
+        assert document["bytes"] > 0 and document["full_cache_bytes"] and document["seconds"] > 0
+        assert document["tokens"] == cache.read(TEXT_OF_DOCUMENT).num_tokens
+        options = {"document": document["id"], "max_tokens": 20, "temperature": 1.0}
+        first, usage = ask(server, CHAT, False, "Which ships?", seed=3, **options)
+        assert first[0][0] == expected[0]
+        details = usage["prompt_tokens_details"]
+        assert details["cached_tokens"] == document["tokens"] < usage["prompt_tokens"]
+        assert ask(server, CHAT, True, "When?", seed=4, **options)[0][0][0] == expected[1]
+        heads = server.request("GET", f"/v1/documents/{document['id']}/kept")[1]["heads"]
+        assert len(heads) == 2 and len(heads[0]) == 2 and all(0 < share < 1 for layer in heads for share in layer)
+    with Server(cache, settings) as server:  # after a restart
+        described = server.request("GET", f"/v1/documents/{document['id']}")[1]
+        assert described == {name: value for name, value in document.items() if name != "seconds"}
+        messages = [*question, {"role": "assistant", "content": "x"}, {"role": "user", "content": "When?"}]
+        assert server.chat(messages, **options)[0] == 200
+        assert server.request("DELETE", f"/v1/documents/{document['id']}")[1]["deleted"]
+        assert refuse(server, document=document["id"], status=404)["code"] == "document_not_found"
+        assert not [path for path in tmp_path.iterdir() if path.name != ".lock"]
+
+
+def test_documents_of_many_clients_and_prompts_run_together(random_llm):
+    cache = random_llm.cache("streaming_llm", "50%")
+    texts = {f"d{number}": f"Text {number}. " * (5 + number) for number in range(4)}
+    with Server(cache, {"documents": 2}) as server:
+        for name, text in texts.items():
+            assert server.post("/v1/documents", id=name, text=text)[0] == 200
+        jobs = [(name, f"Question {number}?") for number in range(3) for name in (*texts, None)]
+        with concurrent.futures.ThreadPoolExecutor(15) as pool:
+            answers = [
+                pool.submit(ask, server, CHAT, index % 2 == 0, question, max_tokens=12, document=name)
+                for index, (name, question) in enumerate(jobs)
+            ]
+            texts_of_answers = [one.result()[0][0][0] for one in answers]
+    for (name, question), text in zip(jobs, texts_of_answers, strict=True):
+        if name is not None:
+            assert text == cache.read(texts[name], max_new_tokens=64).ask(question, max_new_tokens=12)
+
+
+def test_documents_beyond_the_limit_are_on_disk(random_llm, tmp_path):
+    cache = random_llm.cache("exact")
+    size = cache.read(TEXT_OF_DOCUMENT).cache_bytes
+    for directory in (str(tmp_path), None):
+        with Server(cache, {"documents_dir": directory, "cache_bytes": int(2.5 * size)}) as server:
+            names = ["a", "b", "c", "d"]
+            statuses = [server.post("/v1/documents", id=name, text=TEXT_OF_DOCUMENT)[0] for name in names]
+            assert statuses == ([200] * 4 if directory else [200, 200, 507, 507])
+            assert server.metric("kvjax_documents_bytes") <= 2.5 * size and server.metric("kvjax_documents ") == 2
+            answers = {
+                ask(server, CHAT, False, "x", document=name, max_tokens=9)[0][0][0]
+                for name in names[: statuses.count(200)]
+            }
+            assert len(answers) == 1 and server.metric("kvjax_documents ") == 2
+
+
+def test_documents_are_refused(server):
+    for fields in (
+        {},
+        {"text": ""},
+        {"text": "x", "messages": []},
+        {"messages": []},
+        {"text": 3},
+        {"text": "x", "policy": "exact"},
+    ):
+        status, answer = server.post("/v1/documents", **fields)
+        assert status == 400 and answer["error"]["param"] in {"text", "messages", "policy"}, answer
+    status, answer = server.post("/v1/documents", text="x" * 300)
+    assert status == 400 and "tokens exceed max_prompt_tokens=256" in answer["error"]["message"]
+    assert server.post("/v1/documents", id="short", text="x")[0] == 200
+    assert "exceed the 64 tokens" in refuse(server, prompt="x" * 100, document="short")["message"]
+    refuse(server, prompt="?", document="short", chat_template_kwargs={"x": 1})
+    assert server.request("GET", "/v1/documents")[0] == 405  # ids are secrets
+
+
+# --- interface ---
+
+
+def test_openai_client(server):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+    assert [one.id for one in client.models.list()] == [MODEL] and client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    options = {"model": MODEL, "temperature": 0, "user": "someone", "max_completion_tokens": 20}
+    answer = client.chat.completions.create(
+        messages=[{"role": "user", "content": "?"}], top_p=0.9, seed=1, presence_penalty=0.5, frequency_penalty=0.5,
+        logprobs=True, top_logprobs=1, stop=["fox"], extra_body={"top_k": 5, "min_p": 0.1}, **options,
+    )  # fmt: skip
+    message = answer.choices[0].message
+    assert message.content == "The quick brown " and answer.usage.completion_tokens == 6
+    follow_up = [{"role": "user", "content": "?"}, message, {"role": "user", "content": "!"}]
+    assert client.chat.completions.create(messages=follow_up, **options).choices[0].message.content == EMOJI
+    streamed = client.chat.completions.create(
+        messages=[{"role": "user", "content": "?"}], stream=True, stream_options={"include_usage": True}, **options
+    )
+    chunks = list(streamed)
+    assert "".join(one.choices[0].delta.content or "" for one in chunks[:-1]) == FOX
+    assert chunks[-1].usage.completion_tokens == 7
+    with client.chat.completions.stream(messages=[{"role": "user", "content": "?"}], **options) as stream:
+        assert stream.get_final_completion().choices[0].message.content == FOX
+    texts = client.completions.create(model=MODEL, prompt=["?", "!"], temperature=0, n=2, logprobs=1)
+    assert [one.text for one in texts.choices] == [FOX, FOX, EMOJI, EMOJI]
+    tokens = server.worker.cache.llm.encode("?")
+    assert client.completions.create(model=MODEL, prompt=tokens, temperature=0).choices[0].text == FOX
+    document = client.post("/documents", body={"text": TEXT_OF_DOCUMENT}, cast_to=object)
+    answer = client.chat.completions.create(
+        messages=[{"role": "user", "content": "?"}], extra_body={"document": document["id"]}, **options
+    )
+    assert answer.choices[0].message.content == FOX
+    assert answer.usage.prompt_tokens_details.cached_tokens == document["tokens"]
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        client.chat.completions.create(messages=[{"role": "user", "content": "?"}], tools=[tool], **options)
+
+
+def test_fields_that_change_the_answer_are_refused_by_name(server):
+    for name, value in {
+        "tools": [{"type": "function"}], "response_format": {"type": "json_object"}, "logit_bias": {"5": 1},
+        "reuse": True, "echo": True, "best_of": 2, "suffix": "x", "nonsense": 1, "reasoning_effort": "low",
+        "x" * 1000: 1,
+    }.items():  # fmt: skip
+        assert refuse(server, TEXT, **{name: value})["param"] == name[:100]
+    for name, value in {"tools": [], "logit_bias": {}, "store": True, "reuse": False, "echo": None}.items():
+        assert server.post(TEXT, **body(TEXT, "?", **{name: value}))[0] == 200, name
+    assert refuse(server, model="other", status=404)["code"] == "model_not_found"
+    assert refuse(server, top_logprobs=2)["param"] == "top_logprobs"
+    assert refuse(server, stream_options={"include_usage": True})["param"] == "stream_options"
+    assert "chat template does not use" in refuse(server, chat_template_kwargs={"unknown": 1})["message"]
+
+
+def test_a_full_queue_is_refused(long_server):
+    data = body(TEXT, "~", max_tokens=20_000)
+    connections = [open_request(long_server, data, TEXT) for _ in range(4)]
+    wait_until(lambda: long_server.worker.num_rows == 2 and long_server.worker.num_waiting == 2)
+    assert refuse(long_server, TEXT, status=429)["code"] == "queue_full"
+    assert int(long_server.headers["retry-after"]) >= 1
+    assert refuse(long_server, TEXT, n=5)["param"] == "n"
+    for connection in connections:
+        connection.close()
+    wait_until(lambda: is_idle(long_server), 20)
+    assert ask(long_server, TEXT, False, "?")[0][0][0] == FOX
+
+
+def test_bodies_are_bounded_and_checked(server):
+    status, answer = server.request("POST", CHAT, b'{"a": "' + b"x" * 5 * 2**20 + b'"}')
+    assert status == 413 and "bytes" in answer["error"]["message"]
+    for data in (b"", b"null", b"[]", b"[" * 100_000, b'{"messages":' + b"[" * 100_000, b"\xff", b'"\\ud800"', b"{}"):
+        status, answer = server.request("POST", CHAT, data)
+        assert status == 400 and answer["error"]["message"], data[:20]
+    for method, path, expected in (("GET", "/nothing", 404), ("GET", CHAT, 405), ("PUT", "/v1/models", 405)):
+        status, answer = server.request(method, path)
+        assert status == expected and answer["error"]["type"] == "invalid_request_error"
+
+
+def test_damaged_bodies(server):
+    rng = random.Random(0)
+    data = json.dumps(body(CHAT, "?", max_tokens=3, stop=["a"], n=1, seed=0, logprobs=True, top_logprobs=2)).encode()
+    for _ in range(500):
+        damaged, kind = damage_bytes(data, rng)
+        status, answer = server.request("POST", CHAT, damaged)
+        assert status == 200 or (400 <= status < 500 and answer["error"]["message"]), (kind, damaged, answer)
+    assert ask(server, CHAT, False, "?")[0][0][0] == FOX and is_idle(server)
+
+
+def test_health_while_loading(cache):
+    is_loaded = threading.Event()
+    server = Server(cache)
+    server.worker._load = lambda: is_loaded.wait(60) and cache
+    with contextlib.suppress(AssertionError):
+        server._thread.start()
+    wait_until(lambda: _answers(server))
+    assert server.request("GET", "/health") == (503, {"status": "loading"})
+    refuse(server, status=503)
+    is_loaded.set()
+    wait_until(lambda: server.request("GET", "/health") == (200, {"status": "ok"}))
+    server.__exit__()
+
+
+def _answers(server):
+    try:
+        return server.request("GET", "/health")
+    except (ConnectionError, http.client.HTTPException):
+        return False
+
+
+def test_the_command_ends_at_sigterm(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    options = [
+        f"--model={tiny.directory()}", f"--port={port}", "--max_prompt_tokens=128", "--max_new_tokens=4096",
+        f"--documents_dir={tmp_path}", "--api_key=key-3141", "--policy=exact", "--shutdown_seconds=2",
+    ]  # fmt: skip
+    code = "import sys; from kvjax_models import cli; sys.argv[0] = 'kvjax'; cli.run()"
+    process = start_python(code, "serve", *options)
+    try:
+        client = Client(port)
+        wait_until(
+            lambda: (_answers(client) and client.request("GET", "/health")[0] == 200) or process.poll() is not None, 120
+        )
+        headers = {"Authorization": "Bearer key-3141"}
+        name = tiny.directory().name
+        assert client.request("GET", "/v1/models", headers=headers)[1]["data"][0]["id"] == name
+        data = {"model": name, "prompt": "x", "max_tokens": 4096, "temperature": 1.0, "stream": True, "logprobs": 3}
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        connection.request("POST", TEXT, json.dumps(data), headers)
+        response = connection.getresponse()
+        assert response.readline().startswith(b"data: ")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        rest = response.read()  # finished, or ended with an error
+        assert b"[DONE]" in rest or b'data: {"error"' in rest
+        output = "".join(process.communicate())
+        assert "key-3141" not in output and "Traceback" not in output, output
+    finally:
+        process.kill()
+
+
+class Client(Server):
+    """Requests to a server in another process."""
+
+    def __init__(self, port):
+        self.port = port
