@@ -29,21 +29,6 @@ from kvjax_models.engine import Engine
 from kvjax_models.generation.sampling import Sampling
 
 _WORDS = ("the", "ship", "left", "harbor", "before", "dawn", "while", "rain", "fell", "on", "quiet", "streets")
-    "the",
-    "ship",
-    "left",
-    "harbor",
-    "before",
-    "dawn",
-    "while",
-    "rain",
-    "fell",
-    "on",
-    "quiet",
-    "streets",
-    "and",
-    "lamps",
-]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ def make_llm(chains, template=None, broken=(), max_length=512):
     """Returns a model in which each piece of a chain follows the one before it.
 
     Args:
-        chains: lists of pieces as bytes, in which no piece occurs twice; None is the end of the text.
+        chains: lists of pieces as bytes, in which no piece occurs twice; None finishes the text.
         template: chat template.
         broken: pieces after which logits are NaN.
         max_length: context length.

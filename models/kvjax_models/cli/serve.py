@@ -38,7 +38,7 @@ class Serve(ModelOptions):
     port: int = 8080  # Port to listen on.
     # Key that clients must send; by default the environment variable KVJAX_API_KEY, which other users cannot see.
     api_key: str | None = simple_parsing.field(default=None, repr=False)
-    allow_host: list[str] = repeatable("NAME")  # Name of this server in requests, besides localhost; repeatable.
+    allow_host: list[str] = repeatable("NAME")  # Further name of this server in Host headers; repeatable.
     allow_origin: list[str] = repeatable("ORIGIN")  # Origin of web pages that may send requests; repeatable.
     shutdown_seconds: int = 30  # Seconds that running requests have after SIGTERM.
 

@@ -118,7 +118,7 @@ class Format:
 
         Args:
             index: its index.
-            output: what a step added.
+            output: output of a step.
         """
         content: dict[str, Any] = {"text": output.text}
         if self._is_chat:

@@ -187,7 +187,7 @@ class _Handlers:
                 close()
 
     async def _make_job(self, body: schema.ChatRequest | schema.CompletionRequest) -> Job:
-        """Returns the sequences of a request, or raises what is wrong with it."""
+        """Checks the fields of a request and encodes its prompts."""
         body.check()
         sampling, stop, limit = body.sampling(), body.stops(), body.limit()
         if limit is not None and limit < 1:
@@ -229,7 +229,7 @@ class _Handlers:
     def _check_model(self, name: str) -> None:
         if name != self._model_name:
             raise RequestError(
-                f"there is no model {name[:100]!r}; this server has {self._model_name!r}", 404, param="model",
+                f"model {name[:100]!r} does not exist; this server has {self._model_name!r}", 404, param="model",
                 code="model_not_found",
             )  # fmt: skip
 
@@ -237,7 +237,7 @@ class _Handlers:
         return {"id": self._model_name, "object": "model", "created": self._start, "owned_by": "kvjax"}
 
     async def _read_body(self, request: Request) -> bytes:
-        """Returns the body of a request; refuses those that are too large or come too slowly."""
+        """Returns the body of a request; refuses large and slow ones."""
         parts, size = [], 0
         try:
             async with asyncio.timeout(_BODY_SECONDS):

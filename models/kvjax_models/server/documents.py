@@ -77,7 +77,9 @@ class Documents:
         path = self._path(name)
         if name not in self._in_memory:
             if path is None or not path.is_dir():
-                raise RequestError(f"there is no document {name!r}", 404, param="document", code="document_not_found")
+                raise RequestError(
+                    f"document {name!r} does not exist", 404, param="document", code="document_not_found"
+                )
             try:
                 document = self._cache.llm.open(path)
             except Exception as error:  # damaged files may raise anything
@@ -172,7 +174,7 @@ class Documents:
             path.rename(partial)
             shutil.rmtree(partial, ignore_errors=True)
         if not is_known:
-            raise RequestError(f"there is no document {name!r}", 404, param="document", code="document_not_found")
+            raise RequestError(f"document {name!r} does not exist", 404, param="document", code="document_not_found")
         return {"id": name, "object": "document", "deleted": True}
 
     def _path(self, name: str) -> pathlib.Path | None:

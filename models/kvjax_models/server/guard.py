@@ -17,7 +17,7 @@ _OPEN_PATHS = ("/", "/health")  # without a key
 class Guard:
     """ASGI middleware that refuses foreign Host and Origin headers, and wrong keys.
 
-    A page on the web can make a browser send requests to this machine, also under a host name of its own whose address
+    A page on the web can make a browser send requests to this machine, also under a host name whose address
     it changes to this machine's. The Host header is then a foreign name, or the Origin header is another page's.
     """
 
@@ -27,7 +27,7 @@ class Guard:
         Args:
             app: the application.
             hosts: names of this server; localhost and IP addresses are always allowed.
-            origins: allowed origins besides the server's own; "*" allows all.
+            origins: further origins that are allowed; "*" allows all.
             api_key: key that clients send as a bearer token; None for no check.
         """
         self._app, self._hosts, self._origins = app, {"localhost", *map(str.lower, hosts)}, set(origins)

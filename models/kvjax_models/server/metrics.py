@@ -21,7 +21,7 @@ class Metrics:
     """
 
     def __init__(self, worker: Worker) -> None:
-        """Creates metrics in a registry of their own.
+        """Creates metrics in a new registry.
 
         Args:
             worker: the worker.

@@ -1,7 +1,7 @@
 """Bodies of requests: OpenAI's fields that this server implements, with strict types.
 
 A field with the value null is absent. Fields that do not change an answer are ignored, and so are values of others that
-ask for nothing. Every other field is refused by name, because a client would take the answer for what it is not.
+ask for nothing. Every other field is refused by name, because the answer would not be the one that the client expects.
 """
 
 import re
@@ -262,7 +262,7 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Returns messages with role and content as text.
 
     Raises:
-        RequestError: if there are none, or one has other fields or content.
+        RequestError: if the list is empty, or a message has other fields or content.
     """
     if not messages:
         raise RequestError("messages is empty; pass at least one", param="messages")
@@ -283,10 +283,10 @@ def _check_message(message: Mapping[str, Any], place: str) -> Message:
         content = ""
     if not isinstance(content, str):
         raise RequestError(f"{place}.content must be a text or a list of text parts", param="messages")
-    name = message.get("name")
-    if not isinstance(name, str | None):
+    author = message.get("name")
+    if not isinstance(author, str | None):
         raise RequestError(f"{place}.name must be a text", param="messages")
-    return {"role": role, "content": content} | ({} if name is None else {"name": name})
+    return {"role": role, "content": content} | ({} if author is None else {"name": author})
 
 
 def _text_of_part(part: Any, place: str) -> str:

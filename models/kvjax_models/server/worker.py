@@ -277,7 +277,7 @@ class Worker:
         return not (self._readings or any(lane.engine.has_unfinished for lane in self._lanes.values()))
 
     def _run_commands(self) -> None:
-        """Runs all commands; waits for one if there is nothing else to do."""
+        """Runs all commands; waits for one if no request runs."""
         while True:
             try:
                 command = self._commands.get(block=self._is_idle and not self._waiting)
@@ -302,7 +302,7 @@ class Worker:
         return self._lanes[None]
 
     def _start_jobs(self) -> None:
-        """Adds waiting jobs to their engines; those of further documents wait until one is not asked any more."""
+        """Adds waiting jobs to their engines; jobs of further documents wait until a document has no requests."""
         for job in [*self._waiting]:
             if (lane := self._find_lane(job.document)) is None:
                 continue
