@@ -24,7 +24,7 @@ def plot_kept(
     A token with a slot to itself is dark, merged tokens are lighter, and dropped tokens are white.
 
     Args:
-        kept: shares of slots, as `Prefix.kept` returns.
+        kept: shares of slots, as `Document.kept` returns.
         heads: heads to mark at the left edge, as pairs (layer, KV head), such as the most retrieving ones,
             `llm.profile().ranked_heads()[:13]`.
         title: title of the figure.
