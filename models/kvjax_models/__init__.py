@@ -5,7 +5,7 @@
     document = llm.cache("auto", "25%").read(text)
     print(document.ask("What happened to the ship?"))
 
-Subpackages: `formats` reads and writes checkpoints and tokenizers, `model` is the decoder, `generation` runs it through
+Subpackages: `formats` reads checkpoints and tokenizers, `model` is the decoder, `generation` runs it through
 KV caches, `cli` is the console command `kvjax`. Caches are used through the interface of `kvjax` only.
 """
 
