@@ -144,7 +144,7 @@ def attend(setting: Setting, case: Case, draw: int = 0) -> tuple[np.ndarray, flo
     """
     spec, drawn = case.spec, case.stream
     full = dataclasses.replace(spec, dtype=caches.REFERENCE_DTYPE)
-    policy = setting.fit(spec, spec.max_prompt_tokens)
+    policy = setting.resolve(spec, spec.max_prompt_tokens)
     count = policy.requires.num_prompt_queries(spec.max_prompt_tokens)
     assert drawn.prompt_queries is not None
     queries = jnp.asarray(drawn.prompt_queries[:, -count:]) if count else None

@@ -186,7 +186,7 @@ def decoding_programs(options: Options, sharding: jax.sharding.Sharding) -> Iter
                 "max_new_tokens": 512,
             }
             spec = cache_specs(model, **sizes)[0]
-            policy = setting.fit(spec, options.context_tokens)
+            policy = setting.resolve(spec, options.context_tokens)
             generator = Generator(model, policy, **sizes, scorer=zero_scorer(model.config))
             state = jax.eval_shape(generator.init_state)
             largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.layers[0]))

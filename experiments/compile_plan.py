@@ -26,11 +26,11 @@ from experiments.common.compilers import prepare_compiler
 from experiments.common.console import print_table
 from experiments.common.flags import Flags, repeatable, run_command
 from experiments.common.output import append_row
-from experiments.common.prefill import common_scorer
 from experiments.common.shapes import find_shape, first_layers, random_model
 from experiments.compile import place, single_device
 from kvjax_models import LanguageModel
 from kvjax_models.generation.prefill import prefill_layer
+from kvjax_models.generation.prefill_together import common_scorer
 from kvjax_models.generation.repetition import make_repetitions, repeat_layer
 from pallas_kernels.benchmarking import array_bytes, describe
 
@@ -65,7 +65,7 @@ def speed_programs(options: speed.Options, layers: int, sharding: jax.sharding.S
         shape = (1, tokens // options.prefill_chunk, options.prefill_chunk, config.width)
         x, lengths = place((jax.ShapeDtypeStruct(shape, jnp.bfloat16), jax.ShapeDtypeStruct((1,), jnp.int32)), sharding)
         layer, rotary = place(llm.model.layers[-1], sharding), config.rotary(layers - 1, context)
-        scorer = common_scorer(generators.values())
+        scorer = common_scorer(list(generators.values()))
         if scorer is not None:
             scorer = place(jax.ShapeDtypeStruct(scorer.shape[1:], scorer.dtype), sharding)
         static: tuple[Any, ...] = (layer, rotary, None, False, num_queries)

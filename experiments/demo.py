@@ -3,34 +3,30 @@
     make demo          # or: kvjax download smollm2-135m; python -m experiments.demo
 
 The text is documentation of Python's standard library with twelve inserted facts. Every method reads and compresses it
-once, before any question is known. The cache is then forked: each question is a row of one batch. All output fits
-80 columns. In a terminal of this width the table of answers fills as the model writes.
+once (`CachedModel.read`), before any question is known. The questions are then asked as one batch (`Document.ask`),
+whose rows share the compressed text. All output fits 80 columns.
 """
 
 import cmd
-import contextlib
 import copy
 import dataclasses
 import heapq
 import inspect
 import pathlib
 import re
-import statistics
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
 import rich.box
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 import kvjax
-from experiments.common import caches, plots
+from experiments.common import plots
 from experiments.common.console import print_table
 from experiments.common.flags import Flags, run_command
 from experiments.tasks.facts import ANSWER_TOKENS, FACTS, make_answers
@@ -38,6 +34,7 @@ from kvjax.budget import format_bytes
 from kvjax_models import LanguageModel, load
 
 WIDTH = 80  # columns of the output
+CAPACITY = 128  # tokens of a question and its answer
 WRONG = "x "  # before a wrong answer
 
 
@@ -82,11 +79,11 @@ class Outcome:
 
     method: DemoMethod
     answers: list[str]
-    cache_bytes: int = 0  # of the compressed text, with capacity for one question and answer
-    read_bytes: int = 0  # per generated token
-    full_bytes: int = 0  # of a full bfloat16 cache
-    prefill_seconds: float = 0.0
-    step_seconds: list[float] = dataclasses.field(default_factory=list)
+    cache_bytes: int = 0  # of the compressed text
+    read_bytes: int = 0  # of the text, per step of all rows
+    full_bytes: int = 0  # of a full bfloat16 cache of the text
+    read_seconds: float = 0.0
+    step_seconds: float = 0.0
 
     def right(self, expected: list[str]) -> list[bool]:
         """Returns for every answer whether it contains the expected value as a word."""
@@ -101,22 +98,13 @@ def main(options: Demo) -> None:
     except FileNotFoundError as error:
         sys.exit(f"{error}")
     expected = make_answers(np.random.default_rng(options.seed))
-    context, questions = encode(llm, make_text(expected))
-    print(f"{options.model} reads {len(context):,} tokens and answers {len(questions)} questions with every method.")
-    outcomes: list[Outcome] = []
-    console = Console()
-    is_live = console.is_terminal and console.width >= WIDTH
-    live = Live(console=Console(width=WIDTH), refresh_per_second=8) if is_live else None
-    with live or contextlib.nullcontext():
-        for method in DEMO:
-            outcomes.append(Outcome(method, [""] * len(questions)))
-            for _ in answer(llm, outcomes[-1], context, questions):
-                if live is not None:
-                    live.update(answer_table(outcomes, expected))
-            if live is None:
-                print(f"{method.name}: {sum(outcomes[-1].right(expected))} of {len(expected)} answers are right")
-    if live is None:
-        Console(width=WIDTH).print(answer_table(outcomes, expected))
+    text = make_text(expected)
+    print(f"{options.model} reads a text and answers {len(FACTS)} questions with every method.")
+    outcomes = []
+    for method in DEMO:
+        outcomes.append(answer(llm, method, text))
+        print(f"{method.name}: {sum(outcomes[-1].right(expected))} of {len(expected)} answers are right", flush=True)
+    Console(width=WIDTH).print(answer_table(outcomes, expected))
     show(outcomes, expected)
     path = pathlib.Path(options.output_dir) / "demo.png"
     draw(path, outcomes, expected)
@@ -136,48 +124,27 @@ def make_text(answers: list[str]) -> str:
     return "\n\n".join(paragraphs)
 
 
-def encode(llm: LanguageModel, text: str) -> tuple[list[int], list[list[int]]]:
-    """Returns the tokens of the text, and of each question up to the start of its answer, in chat format."""
-    chat = llm.tokenizer.render_chat([{"role": "user", "content": f"{text}\0"}])
-    before, after = chat.split("\0")
-    questions = [f"\n\n{question}{after}{sentence}" for question, sentence, _ in FACTS]
-    context = llm.tokenizer.encode_continuation(before, context=())
-    return context, [llm.tokenizer.encode_continuation(one, context) for one in questions]
-
-
-def answer(llm: LanguageModel, outcome: Outcome, context: list[int], questions: list[list[int]]) -> Iterator[None]:
-    """Compresses the text, forks the cache and answers all questions; yields after every token of the answers."""
-    method = outcome.method
-    generator = llm.generator(
-        method.policy,
-        method.budget,
-        max_prompt_tokens=len(context),
-        max_new_tokens=max(map(len, questions)) + ANSWER_TOKENS,
-        kv_dtype=method.kv_dtype,
+def answer(llm: LanguageModel, method: DemoMethod, text: str) -> Outcome:
+    """Compresses the text and asks all questions; every answer starts with the sentence of its fact."""
+    cache = llm.cache(method.policy, method.budget, kv_dtype=method.kv_dtype)
+    begin = time.perf_counter()
+    document = cache.read(text, max_new_tokens=CAPACITY, template_options={"continue_final_message": True})
+    document.logits.block_until_ready()
+    read_seconds = time.perf_counter() - begin
+    questions = [
+        [{"role": "user", "content": question}, {"role": "assistant", "content": sentence}]
+        for question, sentence, _ in FACTS
+    ]
+    completions, usage = document.ask(questions, max_new_tokens=ANSWER_TOKENS, return_details=True)
+    return Outcome(
+        method,
+        [one.text.strip().partition("\n")[0] for one in completions],
+        document.cache_bytes,
+        sum(map(kvjax.read_bytes, document.texts)),
+        document.full_cache_bytes,
+        read_seconds,
+        usage.decode_seconds / max(len(one.tokens) for one in completions),
     )
-    begin = time.perf_counter()
-    state = generator.prefill(generator.init_state(), [context])
-    state.logits.block_until_ready()
-    outcome.prefill_seconds = time.perf_counter() - begin
-    outcome.cache_bytes = kvjax.cache_bytes(state.layers).device
-    outcome.read_bytes = sum(map(kvjax.read_bytes, state.layers))
-    outcome.full_bytes = caches.full_bytes(generator, generator.specs[0].capacity)
-    yield
-    batch = generator.with_batch(len(questions))
-    state = batch.prefill(kvjax.repeat_rows(state, len(questions)), questions)
-    state.logits.block_until_ready()
-    tokens: list[list[int]] = [[] for _ in questions]
-    begin = time.perf_counter()
-    for new_state, block in batch.decode(state, ANSWER_TOKENS, stream_interval=1):
-        state = new_state
-        outcome.step_seconds.append(time.perf_counter() - begin)
-        for row, new in zip(tokens, block.tolist(), strict=True):
-            row += [token for token in new if token >= 0]  # negative after the end of an answer
-        pairs = zip(tokens, questions, strict=True)
-        outcome.answers = [llm.tokenizer.decode_continuation(*pair).strip().partition("\n")[0] for pair in pairs]
-        yield
-        begin = time.perf_counter()
-    kvjax.raise_faults(state)
 
 
 def answer_table(outcomes: list[Outcome], expected: list[str]) -> Table:
@@ -195,9 +162,9 @@ def answer_table(outcomes: list[Outcome], expected: list[str]) -> Table:
 
 
 def _cell(answer: str, right: bool) -> Text:
-    """Returns an answer, marked if it is wrong; nothing before its first token."""
+    """Returns an answer, marked if it is wrong."""
     shown = answer if len(answer) <= 20 else f"{answer[:19]}…"
-    return Text(shown, "green") if right else Text(f"{WRONG}{shown}" if answer else "", "red")
+    return Text(shown, "green") if right else Text(f"{WRONG}{shown}", "red")
 
 
 def show(outcomes: list[Outcome], expected: list[str]) -> None:
@@ -208,8 +175,8 @@ def show(outcomes: list[Outcome], expected: list[str]) -> None:
             f"{sum(outcome.right(expected))}/{len(expected)}",
             f"{format_bytes(outcome.cache_bytes)} ({outcome.cache_bytes / outcome.full_bytes:.0%})",
             f"{outcome.read_bytes / outcome.full_bytes:.0%}",
-            f"{outcome.prefill_seconds:.1f}",
-            f"{1000 * statistics.median(outcome.step_seconds[1:]):.0f}",
+            f"{outcome.read_seconds:.1f}",
+            f"{1000 * outcome.step_seconds:.0f}",
         )
         for outcome in outcomes
     ]
@@ -224,8 +191,8 @@ def show(outcomes: list[Outcome], expected: list[str]) -> None:
     print_table("Results", columns, lines)
     for outcome in outcomes:
         print(f"{outcome.method.name}: {outcome.method.note}")
-    print(f'"read" is per token, "ms" per step of {len(expected)} rows. Seconds include compilation.')
-    print("Percentages are of a full bfloat16 cache with one question and answer.")
+    print(f'"read" and "ms" are per step of {len(expected)} rows. "compress" includes compilation.')
+    print("Percentages are of a full bfloat16 cache of the text.")
     print("One text, twelve questions: two or three answers more may be chance.")
 
 
@@ -234,7 +201,7 @@ def draw(path: pathlib.Path, outcomes: list[Outcome], expected: list[str]) -> No
     panels = (
         (f"right answers of {len(expected)}", [float(sum(outcome.right(expected))) for outcome in outcomes]),
         ("cache in MiB", [outcome.cache_bytes / 2**20 for outcome in outcomes]),
-        (f"ms per {len(expected)} tokens", [1000 * statistics.median(one.step_seconds[1:]) for one in outcomes]),
+        (f"ms per {len(expected)} tokens", [1000 * one.step_seconds for one in outcomes]),
     )
     figure, axes = plt.subplots(1, len(panels), figsize=(11, 3), sharey=True)
     for axis, (title, values) in zip(axes, panels, strict=True):

@@ -5,9 +5,9 @@
         --budget 25% --documents 20 --output build/rows.jsonl
     python -m experiments.summarize --rows build/rows.jsonl
 
-With `--question unseen`, a document is compressed once, before its questions are known, and each question continues a
-copy of the cache. With `--question seen`, the compressed prompt includes the question. Settings share the prefill of a
-document.
+With `--question unseen`, a text is compressed once (`CachedModel.read`), before its questions are known, and each
+question continues it. With `--question seen`, the compressed prompt includes the question (`CachedModel.generate`).
+Settings share the prefill of a text.
 
 Tasks: RULER's 13 ("ruler" for all), lines, longeval_lines:200, longeval_topics:5, needle, facts, squad, hotpotqa,
 musique, nq, quality, tpo, coursera, scientific_qa, multidoc_qa, gov_report, kv_retrieval, babi:1, gsm8k, humaneval:run,
@@ -15,7 +15,8 @@ gsm8k_trace, humaneval_trace, perplexity_books, perplexity_wikitext2, stream_boo
 longbench_e:NAME. Most of them read published files from `--data_dir`; an error names the file and its source.
 
 Rows are JSON Lines. A second start with the same output continues an interrupted run. A budget in percent is a share of
-the compressed text's full bfloat16 cache; the bytes of question and answer are added, and rows have both.
+the text's full bfloat16 cache; with `--question seen`, of prompt and answer. In budgets, arrays without quantization
+count as bfloat16, also in float32 runs.
 """
 
 import dataclasses
@@ -48,9 +49,8 @@ class Options(Flags):
     seed: tuple[int, ...] = repeatable(0)  # Seeds of documents and policies; repeatable.
     data_dir: str | None = None  # Directory of published files.
     truncate: bool = False  # Cut documents that are too long in the middle; otherwise they are left out.
-    batch: int = 8  # Prompts or questions per batch.
+    batch: int = 16  # Questions of a text that are answered at a time.
     group: int = 8  # Settings that share a prefill; their caches are in memory at the same time.
-    capacity: int | None = None  # Tokens after the compressed prompt; tasks with equal capacity share programs.
     dtype: str | None = one_of(None, ("float32", "bfloat16"))  # Default: float32 on CPUs, otherwise bfloat16.
     output: str = "build/rows.jsonl"  # File of the rows.
 
@@ -122,7 +122,6 @@ def evaluate(
             seed=seed,
             batch=options.batch,
             group=options.group,
-            capacity=options.capacity,
         ).run(settings, rows)
 
 

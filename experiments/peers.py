@@ -28,7 +28,7 @@ import safetensors.numpy
 from experiments import evaluate, presses, tasks
 from experiments.common.flags import Flags, one_of, repeatable, run_command
 from experiments.common.rows import Row, RowFile
-from experiments.common.units import Item, Unit, make_units
+from experiments.common.units import Unit, make_units
 from experiments.tasks.task import Request, Task
 from kvjax.budget import Budget
 from kvjax_models import LanguageModel
@@ -117,11 +117,14 @@ def run_task(
     """
     if task.score is None:
         raise ValueError(f"task {task.name} has no generated answers")
-    units = make_units(task, llm.tokenizer, question_seen, 1, options.tokens)
+    units = make_units(task, llm.tokenizer, question_seen, options.tokens)
     for press in options.press:
         for budget in options.budget:
             for unit in units:
-                labels = [_row(options, task, f"kvpress {press}", budget, question_seen, item) for item in unit.items]
+                labels = [
+                    _row(options, task, f"kvpress {press}", budget, question_seen, unit.document, item.number)
+                    for item in unit.items
+                ]
                 if not all(row.key in rows for row in labels):
                     rows.append(answer(process, task, press, labels, unit))
 
@@ -139,7 +142,7 @@ def answer(process: presses.Presses, task: Task, press: str, rows: Sequence[Row]
     Returns:
         The completed rows. The tokens that are kept follow from the longest question.
     """
-    context, questions = unit.prompts[0], [item.tokens for item in unit.items]
+    context, questions = unit.text, [item.tokens for item in unit.items]
     if not questions[0]:
         context, questions = context[:-1], [context[-1:]]
     later = max(map(len, questions)) + task.answer_tokens
@@ -190,7 +193,7 @@ def kept_tokens(budget: str, context: int, later: int) -> int:
     return int(share * context) if budget.endswith(OF_PROMPT) else int(share * (context + later)) - later
 
 
-def _row(options: Options, task: Task, policy: str, budget: str, question_seen: bool, item: Item) -> Row:
+def _row(options: Options, task: Task, policy: str, budget: str, question_seen: bool, document: str, item: int) -> Row:
     """Returns a row without a score."""
     labels: dict[str, Any] = {"tokens": options.tokens, "seed": options.seed}
     return Row(
@@ -201,8 +204,8 @@ def _row(options: Options, task: Task, policy: str, budget: str, question_seen: 
         kv_dtype=None,
         question="seen" if question_seen else "unseen",
         dtype=options.dtype,
-        document=item.document,
-        item=item.number,
+        document=document,
+        item=item,
         score=None,
         **labels,
     )

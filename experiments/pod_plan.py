@@ -161,7 +161,7 @@ def make_plan(config: LlamaConfig, topology: str, setting: caches.Setting, optio
     model = abstract_model(config, mesh)
     sizes: dict[str, Any] = {"batch": options.batch, "max_prompt_tokens": options.context_tokens}
     sizes |= {"max_new_tokens": options.max_new_tokens, "streaming": options.prefill == "streaming"}
-    policy = setting.fit(cache_specs(model, **sizes)[0], options.context_tokens + options.max_new_tokens)
+    policy = setting.resolve(cache_specs(model, **sizes)[0], options.context_tokens + options.max_new_tokens)
 
     def make_generator(model: Llama) -> Generator:
         scorer = jax.eval_shape(lambda: zero_scorer(model.config))

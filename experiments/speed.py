@@ -31,7 +31,7 @@ from experiments.common.caches import Setting
 from experiments.common.compiled import launches
 from experiments.common.flags import Flags, one_of, repeatable, run_command
 from experiments.common.output import Figure, Measured, append_row, figure, print_figures, write_figures
-from experiments.common.shapes import find_shape, first_layers, random_model, zero_scorer
+from experiments.common.shapes import UnscoredModel, find_shape, first_layers, random_model
 from experiments.common.statistics import median_interval
 from experiments.common.transformers_decode import TransformersWriter
 from kvjax_models import LanguageModel, load
@@ -87,17 +87,17 @@ def make_model(options: Options) -> LanguageModel:
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     if options.model is not None:
         llm = load(options.model, dtype)
-        return dataclasses.replace(llm, tokenizer=dataclasses.replace(llm.tokenizer, eos_ids=()))
+        return UnscoredModel(llm.model, dataclasses.replace(llm.tokenizer, eos_ids=()))
     config = first_layers(find_shape(options.shape), options.layers)
     return random_model(config, dtype, options.seed, is_abstract=options.measure == ("bytes",))
 
 
 def make_generators(llm: LanguageModel, settings: Sequence[Setting], **sizes: Any) -> dict[Setting, Generator]:
     """Returns a generator of every setting that is possible, and prints why the others are not."""
-    generators, scorer = {}, zero_scorer(llm.model.config)
+    generators = {}
     for setting in settings:
         try:
-            generators[setting] = caches.make_generator(llm, setting, **sizes, scorer=scorer)
+            generators[setting] = setting.cache(llm).generator(**sizes)
         except ValueError as error:
             print(f"{setting} is left out: {error}")
     return generators
@@ -108,7 +108,7 @@ def latency_generators(
 ) -> tuple[dict[Setting, Generator], dict[Setting, int]]:
     """Returns the generators of one sequence, and how many copies of it decode together, for every setting."""
     new = options.tokens * (options.repetitions + 1)  # one run warms up
-    sizes = {"batch": 1, "max_prompt_tokens": context, "max_new_tokens": new, "budget_tokens": context + new}
+    sizes = {"max_prompt_tokens": context, "max_new_tokens": new}
     generators = make_generators(llm, options.settings, **sizes)
     full = generators[options.settings[0]].row_bytes
     rows = {
@@ -223,7 +223,8 @@ def _decode(options: Options, sequences: Mapping[Any, Any], peers: Mapping[Any, 
             extra["selection_share_of_step"] = share / float(np.median(times))
         if (rate := timing.hit_rate(state)) is not None:
             extra["hit_rate"] = rate
-        decoded[name] = _Decoded(times, caches.measure_size(generator, state, tokens), extra)
+        host_bytes = kvjax.cache_bytes(state.layers).host // generator.batch
+        decoded[name] = _Decoded(times, caches.sequence_size(generator, tokens, host_bytes), extra)
     return decoded
 
 
@@ -238,8 +239,8 @@ def measure_prefill(options: Options, llm: LanguageModel, context: int) -> Itera
     Yields:
         Labels and values of each setting.
     """
-    sizes = {"batch": 1, "max_prompt_tokens": context, "max_new_tokens": options.tokens}
-    generators = make_generators(llm, options.settings, **sizes, budget_tokens=context + options.tokens)
+    sizes = {"max_prompt_tokens": context, "max_new_tokens": options.tokens}
+    generators = make_generators(llm, options.settings, **sizes)
     prompt = np.random.default_rng(options.seed).integers(0, llm.model.config.vocab_size, context).tolist()
 
     def prefill(generator: Generator) -> GenerationState:
@@ -256,7 +257,7 @@ def measure_prefill(options: Options, llm: LanguageModel, context: int) -> Itera
 def measure_bytes(options: Options, llm: LanguageModel, context: int) -> Iterator[Measured]:
     """Yields the bytes that every setting's cache holds and that a step reads, relative to a full bfloat16 cache."""
     total = context + options.tokens
-    sizes = {"batch": 1, "max_prompt_tokens": context, "max_new_tokens": options.tokens, "budget_tokens": total}
+    sizes = {"max_prompt_tokens": context, "max_new_tokens": options.tokens}
     common = {"context_tokens": context, "model": options.model or options.shape}
     for setting, generator in make_generators(llm, options.settings, **sizes).items():
         held, read = caches.fractions(generator, total)

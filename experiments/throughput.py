@@ -7,14 +7,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from experiments.common import caches
 from experiments.common.caches import Setting
 from experiments.common.output import Measured
-from experiments.common.shapes import zero_scorer
 from experiments.common.statistics import Estimate, mean_interval
 from kvjax_models import LanguageModel
-from kvjax_models.generation import batching
-from kvjax_models.generation.generator import Generator
+from kvjax_models.engine import Engine
+from kvjax_models.usage import collect
 
 
 class Sizes(NamedTuple):
@@ -46,29 +44,24 @@ def measure(llm: LanguageModel, settings: Sequence[Setting], sizes: Sizes) -> It
     Yields:
         Labels and values of each setting; ratios are to the full cache in the same repetition.
     """
-    generators, memory = {}, 0
+    engines: dict[Setting, Engine] = {}
+    lengths = {"max_prompt_tokens": sizes.context_tokens, "max_new_tokens": sizes.answer_tokens}
+    memory: int | str = sizes.full_rows
     for setting in settings:
         try:
-            single = caches.make_generator(
-                llm,
-                setting,
-                batch=1,
-                max_prompt_tokens=sizes.context_tokens,
-                max_new_tokens=sizes.answer_tokens,
-                budget_tokens=sizes.context_tokens + sizes.answer_tokens,
-                scorer=zero_scorer(llm.model.config),
-            )
-            memory = memory or sizes.full_rows * single.row_bytes
-            generators[setting] = single.with_batch(batching.max_batch_size(single, memory))
-            serve(generators[setting], sizes, requests=1, tokens=1)  # compiles
+            engines[setting] = setting.cache(llm).engine(rows=memory, **lengths)
+            serve(engines[setting], sizes, requests=1, tokens=1)  # compiles
         except ValueError as error:
-            generators.pop(setting, None)
+            engines.pop(setting, None)
             print(f"{setting} is left out: {error}")
-    seconds: dict[Setting, list[tuple[float, float]]] = {setting: [] for setting in generators}
+        if memory == sizes.full_rows:
+            memory = f"{sizes.full_rows * engines[setting].generator.row_bytes}B"
+    seconds: dict[Setting, list[tuple[float, float]]] = {setting: [] for setting in engines}
     for _ in range(sizes.repetitions):
-        for setting, generator in generators.items():
-            seconds[setting].append(serve(generator, sizes))
-    rates = {setting: generators[setting].batch / np.asarray(times) for setting, times in seconds.items()}
+        for setting, engine in engines.items():
+            seconds[setting].append(serve(engine, sizes))
+    rows = {setting: engine.generator.batch for setting, engine in engines.items()}
+    rates = {setting: rows[setting] / np.asarray(times) for setting, times in seconds.items()}
     full = next(iter(rates.values()))
     for setting, rate in rates.items():
         samples = {
@@ -80,33 +73,25 @@ def measure(llm: LanguageModel, settings: Sequence[Setting], sizes: Sizes) -> It
             samples["requests_per_cpu_second_ratio"] = rate[:, 1] / full[:, 1]
         # Ratios multiply, so their logarithms are averaged.
         values = {name: Estimate(*np.exp(mean_interval(np.log(x))).tolist()) for name, x in samples.items()}
-        yield {"setting": str(setting), **sizes._asdict()}, {"rows": generators[setting].batch, **values}
+        yield {"setting": str(setting), **sizes._asdict()}, {"rows": rows[setting], **values}
 
 
-def serve(
-    generator: Generator, sizes: Sizes, requests: int | None = None, tokens: int | None = None
-) -> tuple[float, float]:
+def serve(engine: Engine, sizes: Sizes, requests: int | None = None, tokens: int | None = None) -> tuple[float, float]:
     """Serves random prompts of one length.
 
     Args:
-        generator: the generator.
+        engine: the engine.
         sizes: the sizes.
         requests: number of requests; by default one per batch row.
         tokens: tokens of every answer; by default `sizes.answer_tokens`.
 
     Returns:
         Seconds, and seconds of processor time.
-
-    Raises:
-        RuntimeError: if a request did not finish.
     """
-    count = generator.batch if requests is None else requests
-    rng = np.random.default_rng(sizes.seed)
-    prompts = rng.integers(0, generator.config.vocab_size, (count, sizes.context_tokens)).tolist()
-    new_tokens = tokens or sizes.answer_tokens
-    queue = [batching.Request(prompt, new_tokens, seed=number) for number, prompt in enumerate(prompts)]
+    shape = requests or engine.generator.batch, sizes.context_tokens
+    prompts = np.random.default_rng(sizes.seed).integers(0, engine.generator.config.vocab_size, shape).tolist()
     begin, cpu_begin = time.perf_counter(), time.process_time()
-    finished = sum(one.finish_reason is not None for one in batching.run_requests(generator, queue))
-    if finished != count:
-        raise RuntimeError(f"{finished} of {count} requests finished")
+    for number, prompt in enumerate(prompts):
+        engine.add(prompt, max_new_tokens=tokens or sizes.answer_tokens, seed=number)
+    collect(engine, 0)
     return time.perf_counter() - begin, time.process_time() - cpu_begin

@@ -1,4 +1,4 @@
-"""Settings of caches, generators that use them, and their bytes relative to a full bfloat16 cache."""
+"""Settings of caches, and their bytes relative to a full bfloat16 cache."""
 
 import dataclasses
 import functools
@@ -6,18 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Float
 
 import kvjax
-from kvjax.budget import Budget, abstract_cache, row_bytes, row_read_bytes
+from kvjax.budget import abstract_cache, row_bytes, row_read_bytes
 from kvjax.policy import Policy
 from kvjax.quantization import KVDtype
-from kvjax.registry import LARGE_BUDGET, PolicyChoice
+from kvjax.registry import PolicyChoice, resolve_policy
 from kvjax_models import LanguageModel
-from kvjax_models.generation.auto_policy import resolve_auto
+from kvjax_models.cache import CachedModel
+from kvjax_models.document import Document
 from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.state import GenerationState, cache_specs
 
 REFERENCE_DTYPE = jnp.bfloat16  # dtype of the full cache that budgets and fractions refer to
 FULL = "exact"  # policy of the full cache
@@ -49,28 +47,14 @@ class Setting:
         parts: Any = tuple(self.kv_dtype.split(","))
         return parts[0] if len(parts) == 1 else parts
 
-    def fit(
-        self, spec: kvjax.CacheSpec, tokens: int, tail_tokens: int = 0, choice: PolicyChoice | None = None
-    ) -> Policy:
-        """Returns the policy for a text.
+    def cache(self, llm: LanguageModel) -> CachedModel:
+        """Returns the model with the setting's cache; budgets count unquantized arrays as bfloat16."""
+        cache = llm.cache(self.policy, self.budget, kv_dtype=self.formats, allow_beyond_context=True)
+        return dataclasses.replace(cache, budget_dtype=REFERENCE_DTYPE)
 
-        Args:
-            spec: spec of the caches.
-            tokens: tokens of the text; a budget in percent is a share of its full bfloat16 cache.
-            tail_tokens: tokens after the text, whose bytes (`tail_bytes`) are added to a budget in percent.
-            choice: the policy, if it has the shares of a model's heads.
-
-        Returns:
-            The policy.
-        """
-        choice = choice or PolicyChoice.parse(self.policy)
-        reference = dataclasses.replace(spec, window=None, dtype=REFERENCE_DTYPE)
-        budget = Budget.parse(self.budget) if self.budget else None
-        if budget is not None and budget.fraction is not None and tail_tokens:
-            tail = tail_bytes(reference, tail_tokens, choice.make(LARGE_BUDGET).compact_every)
-            total = reference.layers * (budget.limit(reference, tokens) + tail)
-            budget = dataclasses.replace(budget, fraction=None, bytes=total)
-        return dataclasses.replace(choice, budget=budget).fit(reference, tokens)
+    def resolve(self, spec: kvjax.CacheSpec, tokens: int) -> Policy:
+        """Returns the policy for caches of a spec; a share of a budget is of a full cache of `tokens`."""
+        return resolve_policy(self.policy, self.budget, dataclasses.replace(_reference(spec), window=None), tokens)
 
 
 def parse_settings(
@@ -89,97 +73,12 @@ def parse_settings(
     settings = []
     for text in policies:
         choice = PolicyChoice.parse(text)
-        name = str(dataclasses.replace(choice, budget=None))
+        name = text.partition("@")[0]  # as it was written, because names identify rows
         sizes: Sequence[Any] = [str(choice.budget)] if choice.budget else budgets if choice.takes_budget else [None]
         settings += [
             Setting(name, size, None if kv_dtype == "none" else kv_dtype) for size in sizes for kv_dtype in kv_dtypes
         ]
     return list(dict.fromkeys(settings))
-
-
-def make_generator(
-    llm: LanguageModel,
-    setting: Setting,
-    *,
-    batch: int,
-    max_prompt_tokens: int,
-    max_new_tokens: int,
-    budget_tokens: int,
-    tail_tokens: int = 0,
-    streaming: bool = False,
-    scorer: Float[np.ndarray, "L W+2 H_kv"] | None = None,
-) -> Generator:
-    """Returns a generator.
-
-    Args:
-        llm: model and tokenizer.
-        setting: settings of the cache.
-        batch: batch rows.
-        max_prompt_tokens: maximum length of prompts.
-        max_new_tokens: maximum number of tokens after them.
-        budget_tokens: tokens of the full cache that a budget in percent refers to.
-        tail_tokens: tokens after the text, such as question and answer, whose bytes are added to such a budget.
-        streaming: whether prompts are processed through the compressed cache.
-        scorer: coefficients of predicted scores; by default those of the model's profile.
-
-    Returns:
-        The generator.
-    """
-    sizes: dict[str, Any] = {
-        "batch": batch,
-        "max_prompt_tokens": max_prompt_tokens,
-        "max_new_tokens": max_new_tokens,
-        "streaming": streaming,
-    }
-    spec = dataclasses.replace(cache_specs(llm.model, **sizes)[0], dtype=REFERENCE_DTYPE)
-    choice, _, kv_dtype = resolve_auto(
-        PolicyChoice.parse(setting.policy),
-        setting.budget,
-        setting.formats,
-        spec,
-        budget_tokens,
-        streaming=streaming,
-        find_profile=llm.profile,
-    )
-    assert isinstance(choice, PolicyChoice)
-    policy = setting.fit(dataclasses.replace(spec, kv_dtype=kv_dtype), budget_tokens, tail_tokens, choice)
-    if scorer is None and policy.requires.predicted_scores:
-        scorer = llm.scorer()
-    return Generator(
-        llm.model,
-        policy,
-        **sizes,
-        kv_dtype=kv_dtype,
-        eos=llm.tokenizer.eos_ids,
-        allow_beyond_context=True,
-        scorer=scorer,
-    )
-
-
-def tail_bytes(spec: kvjax.CacheSpec, tokens: int, compact_every: int) -> int:
-    """Returns the bytes that the tokens after a text take in the cache of one row and layer.
-
-    Args:
-        spec: spec of the caches.
-        tokens: tokens after the text.
-        compact_every: slots of the staging buffer, which holds only such tokens.
-
-    Returns:
-        Bytes of the entries of the tokens in the cache's format, and of the staging buffer.
-    """
-
-    def empty_cache(tokens: int) -> kvjax.Cache:
-        sizes = dataclasses.replace(spec, window=None, batch=1, max_prompt_tokens=tokens)
-        return abstract_cache(kvjax.Exact(compact_every), sizes)
-
-    few, many = empty_cache(4096), empty_cache(8192)
-    entry_bytes = (kvjax.cache_bytes(many).device - kvjax.cache_bytes(few).device) / 4096
-    return round(tokens * entry_bytes) + kvjax.cache_bytes(few.staging).device
-
-
-def full_bytes(generator: Generator, tokens: int) -> int:
-    """Returns the bytes of a full bfloat16 cache of one sequence; layers with a sliding window hold their window."""
-    return sum(spec.full_cache_bytes(min(tokens, spec.window or tokens)) for spec in generator.specs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,44 +90,52 @@ class CacheSize:
     read_bytes: int
     cache_fraction: float
     read_fraction: float
-    tail_fraction: float = 0.0
+    tail_fraction: float | None = None
 
 
-def measure_size(generator: Generator, state: GenerationState, tokens: int, tail_tokens: int = 0) -> CacheSize:
-    """Measures the cache of one sequence.
+def text_size(document: Document) -> CacheSize:
+    """Returns the size of a compressed text, with the bytes of one question and answer as `tail_fraction`."""
+    layers = list(zip(document.generator.policies, document.generator.specs, strict=True))
+    sizes = [_frozen_bytes(policy, _reference(spec)) for policy, spec in layers]
+    held, read = (sum(of_layers) / document.full_cache_bytes for of_layers in zip(*sizes, strict=True))
+    tail = _row_bytes(document.tails(1))[0] / document.full_cache_bytes
+    read_bytes = sum(map(kvjax.read_bytes, document.texts))
+    return CacheSize(document.cache_bytes, document.host_bytes, read_bytes, held, read, tail)
+
+
+def sequence_size(generator: Generator, tokens: int, host_bytes: int = 0) -> CacheSize:
+    """Returns the size of the cache of one sequence.
 
     Args:
-        generator: generator of the state.
-        state: a state.
+        generator: sizes and policies.
         tokens: tokens of the full cache to compare with.
-        tail_tokens: tokens after them, whose bytes the fractions held and read do not include.
-
-    Returns:
-        The sizes.
+        host_bytes: bytes in host memory.
     """
-    total = kvjax.cache_bytes(state.layers)
-    _, read_bytes = _row_bytes(generator.policies, generator.specs)
-    held, read = fractions(generator, tokens)
-    specs = (spec for spec in _reference_specs(generator) if spec.window is None and tail_tokens)
-    tail = sum(tail_bytes(spec, tail_tokens, generator.block_size) for spec in specs) / full_bytes(generator, tokens)
-    device, host = total.device // generator.batch, total.host // generator.batch
-    return CacheSize(device, host, read_bytes, held - tail, read - tail, tail)
+    layers = list(zip(generator.policies, generator.specs, strict=True))
+    read_bytes = sum(row_read_bytes(*layer) for layer in layers)
+    return CacheSize(generator.row_bytes, host_bytes, read_bytes, *fractions(generator, tokens))
 
 
 def fractions(generator: Generator, tokens: int) -> tuple[float, float]:
     """Returns the bytes that a cache holds and that a step reads, relative to a full bfloat16 cache of `tokens`."""
-    held, read = _row_bytes(generator.policies, _reference_specs(generator))
-    full = full_bytes(generator, tokens)
+    held, read = _row_bytes(generator)
+    full = sum(spec.full_cache_bytes(min(tokens, spec.window or tokens)) for spec in generator.specs)
     return held / full, read / full
 
 
-def _reference_specs(generator: Generator) -> tuple[kvjax.CacheSpec, ...]:
-    """Returns the specs of all layers with unquantized arrays in bfloat16."""
-    return tuple(dataclasses.replace(spec, dtype=REFERENCE_DTYPE) for spec in generator.specs)
-
-
-@functools.lru_cache(maxsize=256)
-def _row_bytes(policies: tuple[Policy, ...], specs: tuple[kvjax.CacheSpec, ...]) -> tuple[int, int]:
-    """Returns the bytes that a sequence holds and reads per step."""
-    layers = list(zip(policies, specs, strict=True))
+def _row_bytes(generator: Generator) -> tuple[int, int]:
+    """Returns the bytes that a sequence holds and reads per step, with unquantized arrays in bfloat16."""
+    layers = [(policy, _reference(spec)) for policy, spec in zip(generator.policies, generator.specs, strict=True)]
     return sum(row_bytes(*layer) for layer in layers), sum(row_read_bytes(*layer) for layer in layers)
+
+
+def _reference(spec: kvjax.CacheSpec) -> kvjax.CacheSpec:
+    """Returns a spec with unquantized arrays in bfloat16."""
+    return dataclasses.replace(spec, dtype=REFERENCE_DTYPE)
+
+
+@functools.lru_cache(maxsize=1024)
+def _frozen_bytes(policy: Policy, spec: kvjax.CacheSpec) -> tuple[int, int]:
+    """Returns the bytes that a frozen text holds in a layer and that a step reads."""
+    text = kvjax.FrozenCache(abstract_cache(policy, spec).state, policy=policy, spec=spec, mesh=None)
+    return kvjax.cache_bytes(text).device, kvjax.read_bytes(text)

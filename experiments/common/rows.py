@@ -35,14 +35,14 @@ class Row:
         answer: the generated answer.
         error: message of a failed policy.
         prompt_tokens: tokens of the compressed prompt.
-        device_bytes: resident bytes of the cache in this run's dtypes, on the device.
+        device_bytes: resident bytes of the cache in this run's dtypes, on the device; of the text if it is continued.
         host_bytes: resident bytes in host memory.
         read_bytes: bytes that a decode step reads.
         cache_fraction: resident bytes relative to a full bfloat16 cache of the text, with the policy's unquantized
             arrays in bfloat16 and without the bytes of question and answer.
         read_fraction: bytes read per decode step, relative to the same.
-        tail_fraction: bytes that question and answer take, relative to the same; None in rows of version 0.3.0 and
-            earlier, whose fractions include question and answer on both sides.
+        tail_fraction: bytes that question and answer take, relative to the same; None with the question seen and in
+            rows of version 0.3.0 and earlier, whose fractions include question and answer on both sides.
         settings: settings of the policy after the budget is resolved.
         chance: expected score of a random answer.
         kl: Kullback-Leibler divergence from the full cache's next-token distributions, in nats per token.

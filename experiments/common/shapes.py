@@ -88,13 +88,21 @@ def zero_scorer(config: LlamaConfig) -> Float[np.ndarray, "L W+2 H_kv"]:
     return np.zeros((config.layers, config.width + 2, config.kv_heads), np.float32)
 
 
+class UnscoredModel(LanguageModel):
+    """A model that scores all tokens equally, for measurements that do not depend on a profile."""
+
+    def scorer(self, heads: object = None) -> Float[np.ndarray, "L W+2 H_kv"]:
+        """Returns a scorer that gives all tokens equal scores."""
+        return zero_scorer(self.model.config)
+
+
 def random_model(
     config: LlamaConfig, dtype: jax.typing.DTypeLike, seed: int = 0, *, is_abstract: bool = False
-) -> LanguageModel:
+) -> UnscoredModel:
     """Returns a model with random weights, or with shapes only, and a tokenizer without vocabulary."""
     tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), (), (), {})
 
     def make() -> Llama:
         return Llama(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed))
 
-    return LanguageModel(nnx.eval_shape(make) if is_abstract else make(), tokenizer)
+    return UnscoredModel(nnx.eval_shape(make) if is_abstract else make(), tokenizer)

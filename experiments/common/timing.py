@@ -15,7 +15,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from experiments.common.prefill import common_scorer
 from kvjax.cache import LayerCache
 from kvjax.combinators.host_memory import HostMemoryState
 from kvjax.policy import merge_requirements
@@ -24,6 +23,7 @@ from kvjax.segment import BlockStoreRead
 from kvjax_models.generation import lowering
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill import PrefilledLayer, compress_layer, embed, prefill_layers
+from kvjax_models.generation.prefill_together import common_scorer
 from kvjax_models.generation.repetition import make_repetitions, repeat_layer
 from kvjax_models.generation.state import (
     GenerationState,
@@ -244,7 +244,7 @@ class TimedPrefill(Generic[T]):
             )
             for number in range(self.model.config.layers)
         ]
-        scorer = common_scorer(self.generators.values())
+        scorer = common_scorer(list(self.generators.values()))
         layers = prefill_layers(self.model, self.prompt, self.lengths, self.chunk, num_queries, scorer=scorer)
         sizes: Any = None
         x: Any = None

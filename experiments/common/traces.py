@@ -1,69 +1,53 @@
-"""Next-token distributions of compressed caches along the full cache's greedy answer."""
+"""Next-token distributions of a compressed text along an answer."""
 
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
+from kvjax_models.document import Document
 from kvjax_models.generation.decode import append_block
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.state import GenerationState, check_faults, commit_to_device, compact_layers
+from kvjax_models.generation.state import check_faults, commit_to_device, compact_layers
 
 
-@jax.jit
-def divergence(reference: Float[Array, "B V"], logits: Float[Array, "B V"]) -> Float[Array, "B"]:
-    """Returns the Kullback-Leibler divergence of softmax(logits) from softmax(reference), in nats."""
-    log_p, log_q = jax.nn.log_softmax(reference), jax.nn.log_softmax(logits)
-    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
-
-
-def compare(
-    generators: Sequence[Generator], states: Sequence[GenerationState], steps: int
-) -> tuple[Float[np.ndarray, "S B"], Float[np.ndarray, "S B"], list[list[int]]]:
-    """Feeds the first generator's most likely tokens to all generators and compares their distributions.
-
-    A sequence ends with the first generator's end-of-text token.
+def follow(
+    document: Document, question: Sequence[int], max_new_tokens: int, answer: Sequence[int] | None = None
+) -> tuple[list[int], Float[np.ndarray, "T V"]]:
+    """Computes the distribution of every token of an answer.
 
     Args:
-        generators: generators of one model with one batch size; the first has a full cache.
-        states: a state of each after the prompt; their buffers are donated.
-        steps: number of tokens.
+        document: the compressed text.
+        question: tokens after the text.
+        max_new_tokens: maximum number of tokens of the answer.
+        answer: the tokens; by default the most likely ones, up to an end-of-text token.
 
     Returns:
-        For every generator and row, the share of steps with the same most likely token and the mean divergence; and the
-        tokens of each row.
+        The tokens, and the log-probabilities of the vocabulary before each of them.
     """
-    first = generators[0]
-    states = [commit_to_device(state, first.mesh) for state in states]
-    equal, kl = np.zeros((2, len(generators), first.batch))
-    alive, counts = np.ones(first.batch, bool), np.zeros(first.batch)
-    tokens: list[list[int]] = [[] for _ in range(first.batch)]
-    for step in range(1, steps + 1):
-        reference = states[0].logits
-        token = np.argmax(np.asarray(reference), axis=-1).astype(np.int32)
-        for index, state in enumerate(states):
-            equal[index] += alive * (np.argmax(np.asarray(state.logits), axis=-1) == token)
-            kl[index] += alive * np.asarray(divergence(reference, state.logits))
-        counts += alive
-        for row in np.flatnonzero(alive):
-            tokens[row].append(int(token[row]))
-        alive &= ~np.isin(token, first.eos)
-        if not alive.any():
+    tails = document.tails(1)
+    state = document.tail_state(tails)
+    if question:
+        state = tails.prefill(state, [question], document.texts)
+    state = commit_to_device(state, tails.mesh)
+    tokens: list[int] = []
+    rows = []
+    for step in range(max_new_tokens if answer is None else len(answer)):
+        rows.append(np.asarray(jax.nn.log_softmax(state.logits[0])))
+        tokens.append(int(np.argmax(rows[-1])) if answer is None else answer[step])
+        if answer is None and tokens[-1] in tails.eos:
             break
-        for index, generator in enumerate(generators):
-            state = append_block(
-                generator.model,
-                generator.mesh,
-                states[index],
-                jnp.asarray(token[:, None]),
-                jnp.asarray(alive, jnp.int32),
-                generator.scorer,
-            )
-            if step % generator.block_size == 0:
-                state = compact_layers(state)
-            states[index] = state
-    for state in states:
-        check_faults(state, first.mesh)
-    return equal / counts, kl / counts, tokens
+        block = jnp.array([tokens[-1:]], jnp.int32), jnp.ones(1, jnp.int32)
+        state = append_block(tails.model, tails.mesh, state, *block, document.texts, tails.scorer)
+        if len(tokens) % tails.block_size == 0:
+            state = compact_layers(state)
+    check_faults(state, tails.mesh)
+    return tokens, np.stack(rows)
+
+
+def compare(reference: Float[np.ndarray, "T V"], log_probs: Float[np.ndarray, "T V"]) -> tuple[float, float]:
+    """Returns the share of tokens with the same most likely one, and the mean divergence from the reference in nats."""
+    equal = np.argmax(reference, axis=-1) == np.argmax(log_probs, axis=-1)
+    divergence = np.sum(np.exp(reference) * (reference - log_probs), axis=-1)
+    return float(np.mean(equal)), float(np.mean(divergence))

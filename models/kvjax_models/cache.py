@@ -12,6 +12,8 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
+import jax
+
 import kvjax
 from kvjax.budget import Budget, format_bytes
 from kvjax.messages import shorten
@@ -58,6 +60,8 @@ class CachedModel:
             (measured at the first use of an unknown model), a `profile.Profile`, or the shares of
             `kvjax.HeadBudgets`; equal budgets by default. "auto" and policies with `heads=auto` have it already.
         allow_beyond_context: whether sequences may exceed the model's context length; see `Generator`.
+        budget_dtype: dtype in which a budget counts arrays without quantization, such as bfloat16 for a float32 model
+            that simulates a bfloat16 one; the dtype of the model by default.
     """
 
     llm: "LanguageModel"
@@ -66,6 +70,7 @@ class CachedModel:
     kv_dtype: KVDtypes = None
     heads: Heads = None
     allow_beyond_context: bool = False
+    budget_dtype: jax.typing.DTypeLike | None = None
 
     def __repr__(self) -> str:
         """Returns the options."""
@@ -334,8 +339,8 @@ class CachedModel:
         """Returns sizes and policies for a text, with its own budget.
 
         Args:
-            max_text_tokens: maximum length of the text; similar ones share compiled programs and the budget of the
-                shortest of them.
+            max_text_tokens: maximum length of the text; similar ones share compiled programs. A budget's share is of
+                this length, rounded down by at most 1/32 (or 15 tokens), so that they often share slots, too.
             max_new_tokens: capacity of its tails.
             streaming: as for `read`.
 
@@ -343,10 +348,11 @@ class CachedModel:
             A generator with one row and no capacity after the text.
         """
         lengths = compile_cache.length_bucket(max_text_tokens)
+        rounding = max(16, len(lengths) // 8)
         return self.generator(
             max_prompt_tokens=lengths[-1],
             max_new_tokens=0,
-            budget_tokens=lengths[0],
+            budget_tokens=max(max_text_tokens // rounding * rounding, lengths[0], 1),
             streaming=streaming,
             context_tokens=lengths[-1] + max_new_tokens,
         )
@@ -426,7 +432,7 @@ class CachedModel:
             "streaming": streaming,
             "kv_dtype": kv_dtype,
         }
-        specs = cache_specs(self.llm.model, **sizes)
+        specs = self._budget_specs(**sizes)
         policy, budget = resolve_windows(policy, budget, specs)
         # The budget applies to layers without a sliding window; the others cache exactly their window.
         resolved = resolve_policy(policy, budget, dataclasses.replace(specs[0], window=None), tokens)
@@ -444,12 +450,8 @@ class CachedModel:
         self, max_prompt_tokens: int, max_new_tokens: int, tokens: int, streaming: bool = False
     ) -> tuple[AnyPolicy, int | str | Budget | None, KVDtypes]:
         """Replaces "auto" in policy and heads by settings for the model."""
-        specs = cache_specs(
-            self.llm.model,
-            batch=1,
-            max_prompt_tokens=max_prompt_tokens,
-            max_new_tokens=max_new_tokens,
-            streaming=streaming,
+        specs = self._budget_specs(
+            batch=1, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, streaming=streaming
         )
         return resolve_auto(
             self.policy,
@@ -461,6 +463,13 @@ class CachedModel:
             streaming=streaming,
             find_profile=self.llm.profile,
         )
+
+    def _budget_specs(self, **sizes: Any) -> tuple[kvjax.CacheSpec, ...]:
+        """Returns the specs of all layers with the dtype that budgets count."""
+        specs = cache_specs(self.llm.model, **sizes)
+        if self.budget_dtype is None:
+            return specs
+        return tuple(dataclasses.replace(spec, dtype=self.budget_dtype) for spec in specs)
 
 
 def read_together(

@@ -27,7 +27,7 @@ from kvjax_models import compile_cache
 from kvjax_models.engine import Engine, seed_of_prompt
 from kvjax_models.fingerprint import tokenizer_fingerprint
 from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.sampling import Sampling, SamplingOptions
+from kvjax_models.generation.sampling import GREEDY, Sampling, SamplingOptions
 from kvjax_models.generation.saved_states import describe_model
 from kvjax_models.generation.state import GenerationState
 from kvjax_models.kept import kept_shares
@@ -215,28 +215,57 @@ class Document:
         Returns:
             The engine.
         """
+        tails = self.tails(rows, max_new_tokens)
+        return Engine(self.cache.llm.tokenizer, tails, documents=1, reader=self.generator, **options)
+
+    def score(self, continuations: Sequence[Sequence[int]]) -> list[Float[np.ndarray, "T"]]:
+        """Scores continuations of the text, as one batch.
+
+        Args:
+            continuations: token ids that follow the text, such as a question (`encode`) and an answer.
+
+        Returns:
+            The natural log-probability of each token, float32, for every continuation.
+
+        Raises:
+            ValueError: if a continuation is empty or exceeds the document's capacity.
+        """
+        if (longest := max(map(len, continuations))) > self.max_new_tokens:
+            raise ValueError(
+                f"a continuation of {longest} tokens exceeds the capacity max_new_tokens={self.max_new_tokens} that "
+                "the document was read with"
+            )
+        tails = self.tails(len(continuations))
+        return tails.score(self.tail_state(tails), continuations, self.texts)[1]
+
+    def tails(self, rows: int, max_new_tokens: int | None = None) -> Generator:
+        """Returns sizes and policies of the tokens after the text.
+
+        Args:
+            rows: number of batch rows.
+            max_new_tokens: as for `engine`.
+        """
         needed = self.max_new_tokens if max_new_tokens is None else max_new_tokens
         capacity = min(compile_cache.length_bucket(needed)[-1], max(needed, self.max_new_tokens))
         generator = self.generator
-        tails = self.cache.tails(generator.max_prompt_tokens, capacity, generator.context_tokens)
-        return Engine(self.cache.llm.tokenizer, tails.with_batch(rows), documents=1, reader=generator, **options)
+        return self.cache.tails(generator.max_prompt_tokens, capacity, generator.context_tokens).with_batch(rows)
 
-    def tail_state(self, generator: Generator, seed: int, sampling: Sampling) -> GenerationState:
-        """Returns the state of one row before its first token after the text.
+    def tail_state(self, tails: Generator, seed: int = 0, sampling: Sampling = GREEDY) -> GenerationState:
+        """Returns the state of rows before their first token after the text.
 
         Args:
-            generator: a generator of tails with one row.
+            tails: a generator of tails.
             seed: seed of sampling and of the tail's policy.
             sampling: parameters of sampling.
         """
-        state = generator.init_state(seed, sampling)
+        state = tails.init_state(seed, sampling)
         in_prompt = np.zeros(state.sampling.in_prompt.shape, bool)
-        in_prompt[0, list(self.tokens)] = True
+        in_prompt[:, list(self.tokens)] = True
         return dataclasses.replace(
             state,
-            logits=jnp.copy(self.logits),
-            positions=replicate(np.array([self.num_tokens], np.int32), generator.mesh),
-            sampling=dataclasses.replace(state.sampling, in_prompt=replicate(in_prompt, generator.mesh)),
+            logits=jnp.copy(jnp.broadcast_to(self.logits, state.logits.shape)),
+            positions=replicate(np.full(tails.batch, self.num_tokens, np.int32), tails.mesh),
+            sampling=dataclasses.replace(state.sampling, in_prompt=replicate(in_prompt, tails.mesh)),
         )
 
     def check_engine(self, tails: Generator, reader: Generator | None) -> None:
