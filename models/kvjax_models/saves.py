@@ -94,8 +94,9 @@ class Saves:
                 manager.save(step, args=ocp.args.Composite(**items))
             atomic_io.run_on_first_process(lambda: self._write_digests(step))
         except Exception as error:  # tensorstore raises ValueError, RuntimeError and its own errors
-            for partial in self.directory.glob(f"{step}.orbax*"):
-                shutil.rmtree(partial, ignore_errors=True)
+            for partial in (*self.directory.glob(f"{step}.orbax*"), self.directory / str(step)):
+                if not (partial / DIGESTS).exists():
+                    shutil.rmtree(partial, ignore_errors=True)
             reason = str(error).strip().partition("\n")[0]
             raise OSError(f"step {step} could not be saved to {self.directory}: {reason}") from error
 

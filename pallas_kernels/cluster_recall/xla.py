@@ -65,6 +65,12 @@ def attend_to_columns(inputs: Inputs) -> Partials:
     return weighted_decode.weighted_decode(queries, as_entries(blocks, keys, values, scale, lengths))
 
 
+def check_rows(inputs: Inputs) -> None:
+    """Raises NotImplementedError for quantized numbers, whose factors differ between the halves of a row."""
+    if inputs.blocks.scale is not None:
+        raise NotImplementedError("entries have factors, which differ between the halves of a row")
+
+
 def attend_to_rows(inputs: Inputs) -> Partials:
     """Returns partials of attention to rows of the store of `inputs`, each as a key and as a value.
 

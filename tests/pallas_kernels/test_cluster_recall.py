@@ -15,7 +15,9 @@ from pallas_kernels.hopper import GpuConfig
 from tests.pallas_kernels import helpers, traffic
 
 SMALL = TpuConfig(step_blocks=8, cores=1)
+IN_XLA = ("xla_row_chunks", "xla_chunks", "xla_gather")
 FORMS = helpers.make_forms(SMALL) | {
+    **{name: {"implementation": name} for name in IN_XLA},
     "mosaic_tpu_cores": {
         "implementation": "mosaic_tpu",
         "config": TpuConfig(step_blocks=8, cores=2),
@@ -26,6 +28,7 @@ FORMS = helpers.make_forms(SMALL) | {
 DEVICE = [form for form in FORMS if form == "device"]
 checked_form = pytest.mark.parametrize("form", ("oracle", "xla", "mosaic_tpu_checked", *DEVICE))
 quick_form = pytest.mark.parametrize("form", ("oracle", "xla", "mosaic_tpu", *DEVICE))
+form_in_xla = pytest.mark.parametrize("form", IN_XLA)
 # Relative to the largest sum: the error of rounding entries, queries and weights to the dtype.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "int8": 2e-6, "float8_e4m3fn": 2e-6}
 ONE_HEAD = {"batch": 1, "kv_heads": 1, "heads": 1}
@@ -108,6 +111,16 @@ def test_merged_chunks_give_the_partials_of_all_blocks(attend, head_dim):
 def test_shapes_and_dtypes(form, head_dim, dtype):
     inputs = make(head_dim=head_dim, dtype=dtype, scaled=jnp.dtype(dtype).itemsize == 1)
     compare(run(inputs, form), inputs, TOLERANCE[dtype])
+
+
+@form_in_xla
+def test_every_form_in_xla_supports_what_another_one_is_preferred_for(form):
+    for inputs in (make(head_dim=80), make(dtype="bfloat16"), make(dtype="int8", scaled=True)):
+        if form == "xla_row_chunks" and inputs.blocks.scale is not None:
+            with pytest.raises(NotImplementedError, match="entries have factors"):
+                run(inputs, form)
+        else:
+            compare(run(inputs, form), inputs, TOLERANCE[str(inputs.blocks.entries.dtype)])
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import balanced_walk, cluster_recall, dispatch, hopper, k_means, soft_match
+from pallas_kernels import balanced_walk, cluster_recall, dispatch, hopper, k_means, select_blocks, soft_match
 from pallas_kernels import weighted_decode as decode
 
 
@@ -81,3 +81,42 @@ def test_unknown_implementations_raise():
         match="implementation='cuda'; for soft_match it must be None, 'xla' or one of 'mosaic_tpu', 'mosaic_gpu'",
     ):
         soft_match.soft_match(jnp.zeros((64, 64)), 64, 16, implementation="cuda")
+
+
+@pytest.mark.parametrize("op", [balanced_walk, cluster_recall, decode, k_means, select_blocks, soft_match])
+def test_any_arguments_have_an_implementation_on_any_platform(op):
+    *_, general, oracle = op.IMPLEMENTATIONS
+    assert general.name.startswith("xla") and oracle.name == "oracle"
+    assert (general.platforms, general.check, general.is_preferred) == ((), None, None)
+
+
+def run_list(requested, accepts=True, prefers=True):
+    def check(x, **options):
+        if not accepts:
+            raise NotImplementedError("x is a vector")
+
+    implementations = (
+        dispatch.Implementation("mosaic_tpu", lambda x, interpret: x + 1, ("tpu",), check),
+        dispatch.Implementation("xla_fast", lambda x: x + 2, ("cpu",), is_preferred=lambda x: prefers),
+        dispatch.Implementation("xla_any", lambda x: x + 3),
+        dispatch.Implementation("oracle", lambda x: x + 4),
+    )
+    run = jax.jit(lambda x: dispatch.dispatch("add", implementations, requested, x))
+    lowered = run.trace(jnp.zeros(2)).lower(lowering_platforms=("cpu",))
+    return int(lowered.compile()(jnp.zeros(2))[0])
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="programs are compiled for a CPU")
+def test_the_first_implementation_runs_that_applies():
+    assert [run_list(name) for name in (None, "xla", "xla_fast", "xla_any", "oracle", "mosaic_tpu")] == [
+        2,
+        2,
+        2,
+        3,
+        4,
+        1,
+    ]
+    assert [run_list(name, prefers=False) for name in (None, "xla", "xla_fast")] == [3, 3, 2]
+    assert run_list(None, accepts=False) == 2
+    with pytest.raises(NotImplementedError, match="'mosaic_tpu' of add does not support these arguments: x is a vect"):
+        run_list("mosaic_tpu", accepts=False)

@@ -200,13 +200,21 @@ def test_a_killed_writer_leaves_an_intact_save(kills, tmp_path):
         assert_intact(saves, last)
 
 
-def test_a_full_disk_preserves_the_previous_save(tmp_path):
+def test_a_full_disk_preserves_the_previous_save(tmp_path, monkeypatch):
     saves = Saves(tmp_path)
     save(saves, 1)
     large = {"a": jax.random.normal(jax.random.key(0), (10_000,))}
     with pytest.raises(OSError, match="step 2 could not be saved to .*") as error, limit_file_size(2000):
         saves.save(2, large, {"format": 1}, {})
     assert "\n" not in str(error.value)
+    assert visible_names(tmp_path) == ["1"]
+
+    def fail(path, text):
+        raise OSError("no space for digests")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="step 2 could not be saved to .*: no space"):
+        patch.setattr(atomic_io, "write_text", fail)
+        save(saves, 2)
     assert visible_names(tmp_path) == ["1"]
     assert_intact(Saves(tmp_path), 1)
     save(saves, 2)
