@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import http.client
 import json
+import os
 import random
 import re
 import shutil
@@ -688,25 +689,30 @@ def _answers(server):
         return False
 
 
-def test_the_command_ends_at_sigterm(tmp_path):
+@contextlib.contextmanager
+def run_command(*options, flags=""):
+    """Runs the command in another process; yields a client and the process."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    options = [
-        f"--model={tiny.directory()}", f"--port={port}", "--max_prompt_tokens=128", "--max_new_tokens=4096",
-        f"--documents_dir={tmp_path}", "--api_key=key-3141", "--policy=exact", "--shutdown_seconds=2",
-    ]  # fmt: skip
     code = "import sys; from kvjax_models import cli; sys.argv[0] = 'kvjax'; cli.run()"
-    process = start_python(code, "serve", *options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {flags}")
+        process = start_python(code, "serve", f"--port={port}", f"--name={MODEL}", *options)
     try:
         client = Client(port)
-        wait_until(
-            lambda: (_answers(client) and client.request("GET", "/health")[0] == 200) or process.poll() is not None, 120
-        )
+        wait_until(lambda: (_answers(client) or (0,))[0] == 200 or process.poll() is not None, 200)
+        yield client, process
+    finally:
+        process.kill()
+
+
+def test_the_command_ends_at_sigterm(tmp_path):
+    options = ["--max_prompt_tokens=128", "--max_new_tokens=4096", "--api_key=key-3141", "--policy=exact"]
+    options += [f"--model={tiny.directory()}", f"--documents_dir={tmp_path}", "--shutdown_seconds=2"]
+    with run_command(*options) as (client, process):
         headers = {"Authorization": "Bearer key-3141"}
-        name = tiny.directory().name
-        assert client.request("GET", "/v1/models", headers=headers)[1]["data"][0]["id"] == name
-        data = {"model": name, "prompt": "x", "max_tokens": 4096, "temperature": 1.0, "stream": True, "logprobs": 3}
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        data = {"model": MODEL, "prompt": "x", "max_tokens": 4096, "temperature": 1.0, "stream": True, "logprobs": 3}
+        connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=120)
         connection.request("POST", TEXT, json.dumps(data), headers)
         response = connection.getresponse()
         assert response.readline().startswith(b"data: ")
@@ -716,8 +722,23 @@ def test_the_command_ends_at_sigterm(tmp_path):
         assert b"[DONE]" in rest or b'data: {"error"' in rest
         output = "".join(process.communicate())
         assert "key-3141" not in output and "Traceback" not in output, output
-    finally:
-        process.kill()
+
+
+@pytest.mark.heavy
+def test_a_mesh_of_eight_devices(tmp_path):
+    model = tiny.write(tmp_path, kv_heads=4, query_heads=8)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": tiny.TEMPLATE}))
+    options = [f"--model={model}", "--policy=streaming_llm", "--max_prompt_tokens=256", "--max_new_tokens=64"]
+    answers = []
+    for mesh in (1, 8):
+        flags = "--xla_force_host_platform_device_count=8"
+        with run_command(*options, f"--mesh_tensor={mesh}", flags=flags) as (client, _):
+            assert client.post("/v1/documents", id="ships", text=TEXT_OF_DOCUMENT)[0] == 200
+            with concurrent.futures.ThreadPoolExecutor(4) as pool:
+                jobs = [pool.submit(ask, client, CHAT, False, q, max_tokens=9, document="ships") for q in "abc"]
+                answers.append([*(job.result() for job in jobs), ask(client, TEXT, True, "hello", max_tokens=9)])
+    assert answers[0] == answers[1]
 
 
 class Client(Server):

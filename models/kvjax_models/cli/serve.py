@@ -29,9 +29,9 @@ class Serve(ModelOptions):
     document_rows: int = 4  # Questions to one document that run at a time.
     max_prompt_tokens: int = 8192  # Maximum length of a prompt or of a document.
     max_new_tokens: int = 1024  # Maximum length of an answer; for documents of a question and its answer.
-    max_queue: int = 64  # Maximum number of sequences that wait for a row.
+    max_queue: int = 64  # Maximum number of sequences that wait for a row, and of texts that wait to be read.
     max_body_bytes: str = "4MiB"  # Maximum size of a request.
-    cache_bytes: str | None = None  # Maximum bytes of the documents in memory (4GiB); others are on disk.
+    cache_bytes: str = "4GiB"  # Maximum bytes of the documents in memory; further ones are on disk, or refused.
     documents_dir: str | None = None  # Directory in which documents are saved; they survive a restart.
     name: str | None = None  # Name of the model in requests; by default the last part of --model.
     host: str = "127.0.0.1"  # Address to listen on.
@@ -68,7 +68,7 @@ class Serve(ModelOptions):
             max_new_tokens=self.max_new_tokens,
             max_queue=self.max_queue,
             documents_dir=self.documents_dir,
-            cache_bytes=None if self.cache_bytes is None else _parse_bytes("cache_bytes", self.cache_bytes),
+            cache_bytes=_parse_bytes("cache_bytes", self.cache_bytes),
         )
         access = Access(
             hosts=[self.host, *self.allow_host],

@@ -130,6 +130,8 @@ class _Handlers:
         body = schema.parse(schema.DocumentRequest, await self._read_body(request))
         documents, content = self._worker.documents, body.content()
         assert documents is not None
+        if self._worker.num_readings >= self._worker.settings.max_queue:
+            raise _full_queue("texts wait to be read")
         await asyncio.to_thread(documents.check_text, content)
         return json_response(await unless_disconnected(request, self._worker.read(documents.read(body.id, content))))
 
@@ -214,10 +216,7 @@ class _Handlers:
         if count > limit:
             raise RequestError(f"{count} sequences exceed the {limit} that this server runs and queues", param="n")
         if self._num_sequences + count > limit:
-            raise RequestError(
-                f"{self._num_sequences} sequences run or wait; try again later", 429, code="queue_full",
-                headers={"Retry-After": "1"},
-            )  # fmt: skip
+            raise _full_queue(f"{self._num_sequences} sequences run or wait")
         self._num_sequences += count
 
     # --- checks ---
@@ -249,6 +248,10 @@ class _Handlers:
         except TimeoutError:
             raise RequestError(f"the body did not arrive within {_BODY_SECONDS} seconds", 408) from None
         return b"".join(parts)
+
+
+def _full_queue(state: str) -> RequestError:
+    return RequestError(f"{state}; try again later", 429, code="queue_full", headers={"Retry-After": "1"})
 
 
 @dataclasses.dataclass

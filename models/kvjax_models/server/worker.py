@@ -75,7 +75,6 @@ class Job:
     seed: int
     outputs: asyncio.Queue[tuple[int, Output] | Exception] = dataclasses.field(default_factory=asyncio.Queue)
     loop: asyncio.AbstractEventLoop = dataclasses.field(default_factory=asyncio.get_running_loop)
-    num_unfinished: int = 0
 
     def send(self, item: tuple[int, Output] | Exception) -> None:
         """Passes an item to the handler."""
@@ -110,7 +109,6 @@ class _Lane:
                 self.engine.abort(number)
             raise
         self.jobs |= {number: (job, index) for index, number in enumerate(numbers)}
-        job.num_unfinished = len(numbers)
 
     def abort(self, job: Job) -> None:
         """Ends all sequences of a job."""
@@ -126,7 +124,6 @@ class _Lane:
             job, index = self.jobs[output.number]
             if output.finish_reason is not None:
                 del self.jobs[output.number]
-                job.num_unfinished -= 1
             if output.error is not None:
                 self.abort(job)
                 job.send(RequestError(output.error, 500))
@@ -201,6 +198,11 @@ class Worker:
         )
 
     @property
+    def num_readings(self) -> int:
+        """Texts that are read or wait for that."""
+        return len(self._readings)
+
+    @property
     def num_max_sequences(self) -> int:
         """Sequences that run and wait, at most."""
         lane = self._lanes.get(None)
@@ -258,8 +260,8 @@ class Worker:
             limit = min(self.settings.max_prompt_tokens, cache.llm.model.config.max_length)
             self.settings = dataclasses.replace(self.settings, max_prompt_tokens=limit)
             self.cache = cache
-            self.documents = Documents(self.cache, self.settings)
             self._plain_lane()
+            self.documents = Documents(cache, self.settings)
             while not self._is_stopping:
                 self._run_commands()
                 self._start_jobs()
@@ -304,15 +306,15 @@ class Worker:
     def _start_jobs(self) -> None:
         """Adds waiting jobs to their engines; jobs of further documents wait until a document has no requests."""
         for job in [*self._waiting]:
-            if (lane := self._find_lane(job.document)) is None:
-                continue
-            self._waiting.remove(job)
             try:
+                if (lane := self._find_lane(job.document)) is None:
+                    continue
                 lane.add(job, self.settings.max_new_tokens)
             except ValueError as error:
                 job.send(RequestError(str(error).replace("max_new_tokens=", "max_tokens=")))
             except Exception as error:
                 job.send(error)
+            self._waiting.remove(job)
 
     def _find_lane(self, document: Document | None) -> _Lane | None:
         if document is None:
