@@ -11,9 +11,10 @@ Each sum has an estimate from a sample of the stream. Per KV head, for every tok
    have similar logits for any query, so that few samples suffice.
 3. If all m clusters are in use, delta grows, and clusters whose centers are now within delta merge.
 
-Tokens are processed once, in order, and memory depends on s, m and t only. Sinks and a recent window, which the
-algorithm does not have, are exact; tokens go to the structures when they leave the window. Attention merges the
-segments of the window, of the reservoir (numerator alone) and of the sampled keys (denominator alone).
+Tokens are processed once, in order, and memory depends on s, m and t only. Sinks, a recent window and the tokens with
+the smallest values, which the algorithm does not have, are exact; other tokens go to the structures when they leave the
+window. Attention merges the segments of the window, of the reservoir (numerator, and a share of the denominator) and of
+the sampled keys (the other share of the denominator).
 
 The papers' experiments run k-center on the prompt instead: `ClusterGen`. `SubGenMean` is kvjax's variant.
 """
