@@ -55,7 +55,7 @@ SETTINGS_BY_POLICY: dict[str, dict[str, Any]] = {
     "kvzip": {"chunk_tokens": TOKENS},
     "snapkv": {"recent": 0},
     "pyramidkv": {"recent": 0},
-    # The values have one norm, so that none is light.
+    # All values have the same norm, so that light tokens have no meaning.
     "subgen": {"light_values": 0, "self_normalization": 0.0, "samples": 21, "clusters": 7},
 }
 KEPT, MERGED, STAGED, STORED, EXACT = (

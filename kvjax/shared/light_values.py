@@ -24,7 +24,7 @@ def num_light_slots(light_values: int, slots: int) -> int:
 
     Args:
         light_values: the policy's setting.
-        slots: slots per KV head besides sinks and recent tokens.
+        slots: slots per KV head for tokens other than sinks and recent ones.
 
     Returns:
         The number of slots.
@@ -80,7 +80,7 @@ def keep_lightest(
         return tokens.at[index].set(old.astype(tokens.dtype), mode="drop")
 
     def leave(tokens: Float[Array, "B H T D"], slots: Float[Array, "B H S D"]) -> Float[Array, "B H T D"]:
-        """Puts the tokens of `slots` that give way in the positions of those that replace them."""
+        """Puts the tokens of `slots` that give way in the positions of the tokens that replace them."""
         old = jnp.take_along_axis(slots, (window.fixed + displaced)[..., None], axis=2)
         return per_head(put)(tokens, arriving, old)
 
