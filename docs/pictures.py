@@ -41,7 +41,13 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 SETTINGS_BY_POLICY: dict[str, dict[str, Any]] = {
     "balancekv": {"block_size": 16},
-    "balancekv_theory": {"budget": 60, "value_exponents": (0, 0), "c": 1.0},
+    "balancekv_theory": {
+        "budget": 60,
+        "value_exponents": (0, 0),
+        "c": 1.0,
+        "light_values": 0,
+        "self_normalization": 0.0,
+    },
     "cam": {"budget": 14},  # tokens leave while they still receive attention
     "clusterkv": {"block_size": 1, "full_layers": 0},
     "h2o": {"recent": 16},
@@ -49,6 +55,8 @@ SETTINGS_BY_POLICY: dict[str, dict[str, Any]] = {
     "kvzip": {"chunk_tokens": TOKENS},
     "snapkv": {"recent": 0},
     "pyramidkv": {"recent": 0},
+    # All values have the same norm, so that light tokens have no meaning.
+    "subgen": {"light_values": 0, "self_normalization": 0.0, "samples": 21, "clusters": 7},
 }
 KEPT, MERGED, STAGED, STORED, EXACT = (
     "#2667a8",

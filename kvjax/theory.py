@@ -60,15 +60,16 @@ class SubGenSettings(NamedTuple):
     message: str
 
     def policy(self, clusters: int, **settings: Any) -> SubGen:
-        """Returns `SubGen` with these sizes.
+        """Returns Algorithm 1 with these sizes.
 
         Args:
             clusters: number of clusters.
-            **settings: other settings of `SubGen`.
+            **settings: other settings of `SubGen`; without them it has none of kvjax's additions to the estimate.
 
         Returns:
             The policy.
         """
+        settings = {"light_values": 0, "self_normalization": 0.0} | settings
         if self.growth is not None:
             settings = {"growth": self.growth} | settings
         return SubGen(

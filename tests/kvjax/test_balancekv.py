@@ -173,7 +173,7 @@ def test_values_go_to_the_bucket_of_their_norm():
 def test_values_of_any_norm_are_balanced(scale):
     """The highest bucket takes the largest norm of a block as its bound, so that no probability is clipped."""
     stream = make_stream()
-    policy = BalanceKVTheory(60, **SMALL)
+    policy = BalanceKVTheory(60, **SMALL, light_values=0)
     keys, values, _ = prompt_of(stream._replace(values=scale * stream.values), LENGTHS)
     cache = begin(policy, make_spec(), row_keys(), keys, values, stream.queries, LENGTHS)
     kvjax.raise_faults(cache)
@@ -186,7 +186,8 @@ def test_values_of_any_norm_are_balanced(scale):
 @pytest.mark.heavy
 def test_paper_reads_numerator_and_denominator_from_separate_trees():
     # The budget holds all tokens, so both sums are exact; values of zero are in the denominator alone.
-    stream, policy = make_stream(), BalanceKVTheory(200, **SMALL, value_exponents=(0, 0))
+    paper = {"light_values": 0, "self_normalization": 0.0, "value_exponents": (0, 0)}
+    stream, policy = make_stream(), BalanceKVTheory(200, **SMALL, **paper)
     values = stream.values.copy()
     values[:, 5:9] = 0
     keys, padded, _ = prompt_of(stream._replace(values=values), LENGTHS)
@@ -241,7 +242,7 @@ def test_rows_of_the_papers_form_do_not_depend_on_their_batch():
     scale = np.array([1e-14, 1e-3, 8, 1e14])[:, None, None, None]
     keys, values = (random.normal(size=(4, 75, 2, 24)) for _ in range(2))
     keys, values = jnp.asarray(np.minimum(scale, 8) * keys, jnp.float32), jnp.asarray(scale * values, jnp.float32)
-    policy = BalanceKVTheory(40, sinks=1, recent=2, compact_every=8)
+    policy = BalanceKVTheory(40, sinks=1, recent=2, light_values=0, compact_every=8)
 
     def fill(rows):
         spec = kvjax.CacheSpec(len(rows), 2, 2, 24, max_prompt_tokens=75, max_new_tokens=8)

@@ -282,8 +282,8 @@ def test_entries_that_overflow_in_the_cache_are_a_fault():
 
 
 def test_a_numerator_without_a_denominator_is_a_fault():
-    # Both sums have their own samples: at these norms, the denominator of a query underflows.
-    policy = kvjax.SubGen(16, sinks=1, recent=2, compact_every=8)
+    # Algorithm 1: both sums have their own samples. At these norms, the denominator of a query underflows.
+    policy = kvjax.SubGen(16, sinks=1, recent=2, light_values=0, self_normalization=0.0, compact_every=8)
     keys, values, _ = prompt_of(stream(), LENGTHS)
     queries, new_keys, new_values = next_tokens(1)
     scale = np.array([400, 0.1, 0.1])[:, None, None, None]

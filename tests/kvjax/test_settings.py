@@ -113,7 +113,7 @@ def test_settings_that_texts_cannot_have(make, message):
 @pytest.mark.parametrize(
     "policy, message",
     [
-        (BalanceKVTheory(15, **WINDOW), "54 tokens"),
+        (BalanceKVTheory(15, **WINDOW), "53 tokens"),
         (kvjax.StreamingLLM(10, reindex=True), "rope_frequencies"),
         (BalanceKVTheory(20, bins=4, **WINDOW), "in 4 bins"),
         (kvjax.ByLayer((EXACT,)), "ByLayer has 1 policies for a model of 2 layers"),

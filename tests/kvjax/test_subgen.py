@@ -19,7 +19,8 @@ from tests.kvjax.support import HEAD_DIM, attend_after_prompt, make_spec, row_ke
 DIM, TOKENS = 32, 512
 # Policies that several tests share, so that each is compiled once.
 MEAN = kvjax.SubGenMean(24, sinks=0, recent=0)
-PAPER = kvjax.SubGen(None, samples=30, clusters=6, per_cluster=3, delta=1.0, sinks=0, recent=0)
+SIZES = {"samples": 30, "clusters": 6, "per_cluster": 3, "delta": 1.0, "sinks": 0, "recent": 0}
+PAPER = kvjax.SubGen(None, light_values=0, self_normalization=0.0, **SIZES)
 
 
 def as_float64(*arrays):
@@ -103,7 +104,7 @@ def test_subgen_mean_is_nearer_to_exact_attention_than_uniform_at_equal_bytes():
 @pytest.mark.parametrize(
     "block, in_parallel",
     [
-        (64, per_head(cluster_table.extend, 0, 0, 0, None)),
+        (64, per_head(cluster_table.extend)),
         (24, functools.partial(streams._fill_in_parallel, cluster_table.extend)),
     ],
     ids=["tokens of a compaction", "blocks of a prompt"],
@@ -114,7 +115,7 @@ def test_streams_in_sequence_equal_streams_in_parallel(block, in_parallel, monke
     spec = kvjax.CacheSpec(2, 2, 2, DIM, max_prompt_tokens=64, max_new_tokens=64)
     tables = [MEAN.init(spec, row_keys(2)).table] * 2
     keys, values = jax.random.normal(jax.random.key(0), (2, 2, 2, 64, DIM))
-    valid = jnp.arange(64) < jnp.array([[64], [40]])
+    valid = jnp.arange(64) < jnp.array([[[64], [40]], [[40], [0]]])  # of every row and head
     functions = [jax.jit(functools.partial(streams.fill, cluster_table.extend)), jax.jit(in_parallel)]
     for _ in range(2):
         tables = [function(one, keys, values, valid) for function, one in zip(functions, tables, strict=True)]
@@ -139,16 +140,18 @@ def test_prompts_of_several_blocks_are_clustered_completely(monkeypatch):
 @pytest.mark.parametrize(
     "options, sizes",
     [
-        ({}, (22, 8, 1)),
-        ({"per_cluster": 4}, (22, 3, 4)),
-        ({"samples": 20}, (20, 10, 1)),
-        ({"clusters": 20}, (10, 20, 1)),
+        ({}, (7, 20, 3, 1)),
+        ({"light_values": 4}, (4, 22, 4, 1)),
+        ({"light_values": 0, "per_cluster": 4}, (0, 26, 1, 4)),
+        ({"light_values": 0, "samples": 20}, (0, 20, 10, 1)),
+        ({"light_values": 0, "clusters": 20}, (0, 10, 20, 1)),
     ],
 )
 def test_a_budget_is_divided_and_never_exceeded(options, sizes):
     policy = kvjax.SubGen(40, sinks=2, recent=8, **options)
-    streams = abstract_cache(policy, make_spec()).state.streams
-    assert (streams.reservoir.samples, streams.table.clusters, streams.table.samples.shape[3]) == sizes
+    state = abstract_cache(policy, make_spec()).state
+    samples, table = state.streams.reservoir.samples, state.streams.table
+    assert (state.window.selected, samples, table.clusters, table.samples.shape[3]) == sizes
 
 
 # --- the theorem's settings ---

@@ -27,9 +27,10 @@ from kvjax.methods.balancekv import merge_reduce, value_buckets
 from kvjax.methods.balancekv.balance import Halve, Halved, softmax_balance, walk_constant
 from kvjax.methods.balancekv.merge_reduce import MergeReduceTree, bin_sizes, init_merge_reduce
 from kvjax.methods.balancekv.value_buckets import ValueBuckets, init_value_buckets
-from kvjax.policy import Policy, Prompt, check_above, check_budget
+from kvjax.policy import Policy, Prompt, check_above, check_budget, check_min
 from kvjax.segment import Segment, SegmentLike, flatten_slots
 from kvjax.shared import window as windows
+from kvjax.shared.light_values import init_light_norms, keep_lightest, num_light_slots
 from kvjax.shared.per_head import per_head, stream_keys
 from kvjax.shared.staging import Tokens
 from kvjax.shared.window import Window, init_window
@@ -39,9 +40,10 @@ from kvjax.state import stacked, state, static
 
 @state
 class BalanceKVTheoryState:
-    """The window, and trees for the numerator and the denominator per row and KV head."""
+    """The window, whose selected slots hold light tokens, and trees for both sums per row and KV head."""
 
     window: Window
+    light_norms: Float[Array, "B H_kv M"]  # float32, inf in empty slots
     numerator: ValueBuckets = stacked("B", "H_kv")
     denominator: MergeReduceTree = stacked("B", "H_kv")
     tokens: int = static()  # maximum length of the stream
@@ -52,15 +54,24 @@ class BalanceKVTheory(Policy[BalanceKVTheoryState]):
     """Keeps sinks, recent tokens, and two weighted selections of the tokens between them.
 
     The numerator of attention has a merge-and-reduce tree per power of two of the value norms, the denominator one
-    tree of keys. The paper's bound holds for this form alone, and is vacuous at the key norms of real models
-    (`kvjax.theory.balancekv_settings`). `sinks=0, recent=0, compact_every=1` is exactly Algorithm 1, except for the
-    open buckets and for a walk that clips a probability where the paper's fails.
+    tree of keys. `light_values=0, self_normalization=0, sinks=0, recent=0, compact_every=1` is exactly Algorithm 1,
+    except for the open buckets and for a walk that clips a probability where the paper's fails. The paper's bound holds
+    for this form alone, and is vacuous at the key norms of real models (`kvjax.theory.balancekv_settings`).
+
+    As in `SubGen`, the tokens with the smallest values are kept exactly, and the denominator is a times the sum of the
+    weights of the numerator's entries plus 1 - a times the sum over its own tree, for a = `self_normalization`. An
+    output is then at most max |v| / a. Halving loses weight, more in some trees than in others; the share of the
+    numerator's entries loses as much in both sums.
 
     Attributes:
         budget: slots per KV head, sinks and recent tokens included. A slot is a key and a value; an entry of the
             denominator's tree is a key alone, half a slot.
         sinks: first tokens that are always kept (kvjax's addition; Algorithm 1 has none).
         recent: newest tokens that are always kept (kvjax's addition; Algorithm 1 has none).
+        light_values: tokens with the smallest |v| per head that are kept exactly; at most a quarter of the slots that
+            sinks and recent tokens leave (kvjax's addition; 0 for none, as in Algorithm 1).
+        self_normalization: weight a of the numerator's entries in the denominator, at least 0 and below 1 (kvjax's
+            addition; 0 for none, as in Algorithm 1).
         bins: number of bins of each tree (batch t of Algorithm 4 is two bins). None for the smallest number that the
             length of the stream allows.
         epsilon: erases value buckets that are negligible at this error (Algorithm 1); needs `key_norm`.
@@ -79,6 +90,8 @@ class BalanceKVTheory(Policy[BalanceKVTheoryState]):
     budget: int
     sinks: int = 4
     recent: int = 64
+    light_values: int = 32
+    self_normalization: float = 0.75
     bins: int | None = None
     epsilon: float | None = None
     delta: float = 0.1
@@ -90,6 +103,9 @@ class BalanceKVTheory(Policy[BalanceKVTheoryState]):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_budget(self.budget, self.sinks, self.recent, self.compact_every, remainder_for="selected tokens")
+        check_min(0, light_values=self.light_values)
+        if not 0 <= self.self_normalization < 1:
+            raise ValueError(f"self_normalization={self.self_normalization} must be at least 0 and below 1")
         check_above(0, epsilon=self.epsilon, delta=self.delta, c=self.c, key_norm=self.key_norm)
         if self.epsilon is not None and self.key_norm is None:
             raise ValueError(f"epsilon={self.epsilon} needs a bound on the norms of keys; pass key_norm")
@@ -98,7 +114,8 @@ class BalanceKVTheory(Policy[BalanceKVTheoryState]):
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> BalanceKVTheoryState:
         """Returns an empty window and empty trees for `spec`."""
-        fixed = self.sinks + self.recent
+        light = num_light_slots(self.light_values, self.budget - self.sinks - self.recent)
+        fixed = self.sinks + self.recent + light
         tokens = max(spec.capacity - fixed, 1)
         lowest, highest = self.value_exponents
         buckets = highest - lowest + 1
@@ -120,41 +137,46 @@ class BalanceKVTheory(Policy[BalanceKVTheoryState]):
             return numerator, init_tree(denominator_key, value_dim=None)
 
         numerator, denominator = per_head(init_head)(stream_keys(row_keys, spec.kv_heads))
-        return BalanceKVTheoryState(init_window(spec, self.sinks, self.recent), numerator, denominator, tokens)
+        window = init_window(spec, self.sinks, self.recent, light)
+        return BalanceKVTheoryState(window, init_light_norms(spec, light), numerator, denominator, tokens)
 
     def prefill(self, state: BalanceKVTheoryState, prompt: Prompt) -> BalanceKVTheoryState:
-        """Fills the window and inserts the prompt's tokens between sinks and recent ones into the trees."""
+        """Fills the window and inserts the prompt's other tokens, except light ones, into the trees."""
         window = windows.fill(state.window, prompt)
         _, _, middle = windows.occupancy(window)
         keys, values = (windows.after_sinks(x, self.sinks) for x in (prompt.keys, prompt.values))
         present = jnp.arange(keys.shape[2]) < middle[:, None]
-        return self._insert(dataclasses.replace(state, window=window), keys, values, present)
+        return self._insert(state, window, keys, values, present)
 
     def segments(self, state: BalanceKVTheoryState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
         """Returns the window and the trees (numerator, denominator) of a state."""
         trees, denominator = state.numerator.trees, state.denominator
         weights = trees.log_weight.reshape(*trees.log_weight.shape[:2], -1)
-        numerator_only = jnp.full_like(weights, -jnp.inf)
+        share = self.self_normalization
+        shared = weights + (math.log(share) if share else -jnp.inf)
+        _, _, middle = windows.occupancy(state.window)
         assert trees.values is not None
         return (
-            *windows.window_segments(state.window),
-            Segment(flatten_slots(trees.keys), flatten_slots(trees.values), log_num=weights, log_den=numerator_only),
-            Segment(denominator.keys, None, log_den=denominator.log_weight),
+            *windows.window_segments(state.window, jnp.minimum(middle, state.window.selected)),
+            Segment(flatten_slots(trees.keys), flatten_slots(trees.values), log_num=weights, log_den=shared),
+            Segment(denominator.keys, None, log_den=denominator.log_weight + math.log1p(-share)),
         )
 
     def compact(self, state: BalanceKVTheoryState, new: Tokens) -> BalanceKVTheoryState:
-        """Slides the window over new tokens and inserts tokens that leave it into the trees."""
+        """Slides the window over new tokens and inserts tokens that leave it, except light ones, into the trees."""
         window, left = windows.slide(state.window, new)
-        return self._insert(dataclasses.replace(state, window=window), left.keys, left.values, left.present)
+        return self._insert(state, window, left.keys, left.values, left.present)
 
     def _insert(
         self,
         state: BalanceKVTheoryState,
+        window: Window,
         keys: Float[Array, "B H T D"],
         values: Float[Array, "B H T D_v"],
         present: Bool[Array, "B T"],
     ) -> BalanceKVTheoryState:
-        """Inserts the present tokens into the trees of all heads."""
+        """Inserts the present tokens into the slots of light tokens in the window or into the trees."""
+        window, norms, *others = keep_lightest(window, state.light_norms, keys, values, present)
         halve = functools.partial(self._halve, state.tokens)
         negligible = self._negligible(state.tokens, keys.shape[-1])
 
@@ -167,12 +189,11 @@ class BalanceKVTheory(Policy[BalanceKVTheoryState]):
             )
 
         def insert_row(row: tuple[Any, ...]) -> tuple[ValueBuckets, MergeReduceTree]:
-            return jax.vmap(insert_head, in_axes=(0, 0, 0, 0, None))(*row)
+            return jax.vmap(insert_head)(*row)
 
         # Row by row, because the rounding of a batch of products could flip the walk's signs (see `map_rows`).
-        rows = (state.numerator, state.denominator, keys, values, present)
-        numerator, denominator = jax.lax.map(insert_row, rows)
-        return dataclasses.replace(state, numerator=numerator, denominator=denominator)
+        numerator, denominator = jax.lax.map(insert_row, (state.numerator, state.denominator, *others))
+        return BalanceKVTheoryState(window, norms, numerator, denominator, state.tokens)
 
     def _halve(self, tokens: int, value_norm: Float[Array, ""] | float) -> Halve:
         """Returns Algorithm 2 for values up to this norm; inf for the largest norm of each block."""

@@ -25,7 +25,7 @@ def extend_all(
     streams: T,
     keys: Float[Array, "B H T D"],
     values: Float[Array, "B H T D_v"],
-    valid: Bool[Array, "B T"],
+    valid: Bool[Array, "B H T"],
 ) -> T:
     """Takes a few tokens into the structures of all rows and heads.
 
@@ -43,7 +43,7 @@ def extend_all(
         The structures.
     """
     in_sequence = functools.partial(_fill_in_sequence, extend)
-    in_parallel = per_head(extend, 0, 0, 0, None)
+    in_parallel = per_head(extend)
     return jax.lax.platform_dependent(streams, keys, values, valid, cpu=in_sequence, default=in_parallel)
 
 
@@ -52,7 +52,7 @@ def fill(
     streams: T,
     keys: Float[Array, "B H T D"],
     values: Float[Array, "B H T D_v"],
-    valid: Bool[Array, "B T"],
+    valid: Bool[Array, "B H T"],
 ) -> T:
     """Takes a prompt's valid tokens in, block by block.
 
@@ -79,21 +79,20 @@ def _fill_in_sequence(
     streams: T,
     keys: Float[Array, "B H T D"],
     values: Float[Array, "B H T D_v"],
-    valid: Bool[Array, "B T"],
+    valid: Bool[Array, "B H T"],
 ) -> T:
     def extend_block(streams: T, block: tuple[Array, Array, Array]) -> tuple[T, None]:
         return extend(streams, *block), None
 
     def fill_row(row: tuple[T, Array, Array, Array]) -> T:
         """Extends the structures of one `row`, head by head and block by block."""
-        streams, keys, values, valid = row
 
-        def fill_head(head: tuple[T, Array, Array]) -> T:
-            return jax.lax.scan(extend_block, head[0], (head[1], head[2], valid))[0]
+        def fill_head(head: tuple[T, Array, Array, Array]) -> T:
+            return jax.lax.scan(extend_block, head[0], head[1:])[0]
 
-        return jax.lax.map(fill_head, (streams, keys, values))
+        return jax.lax.map(fill_head, row)
 
-    return jax.lax.map(fill_row, (streams, _blocks(keys, 2), _blocks(values, 2), _blocks(valid, 1)))
+    return jax.lax.map(fill_row, (streams, _blocks(keys), _blocks(values), _blocks(valid)))
 
 
 def _fill_in_parallel(
@@ -101,21 +100,19 @@ def _fill_in_parallel(
     streams: T,
     keys: Float[Array, "B H T D"],
     values: Float[Array, "B H T D_v"],
-    valid: Bool[Array, "B T"],
+    valid: Bool[Array, "B H T"],
 ) -> T:
-    extend_heads = per_head(functools.partial(extend, block=GPU_BLOCK), 0, 0, 0, None)
+    extend_heads = per_head(functools.partial(extend, block=GPU_BLOCK))
 
     def extend_block(streams: T, block: tuple[Array, Array, Array]) -> tuple[T, None]:
         return extend_heads(streams, *block), None
 
-    blocks = _blocks(keys, 2), _blocks(values, 2), _blocks(valid, 1)
-    blocks = jnp.moveaxis(blocks[0], 2, 0), jnp.moveaxis(blocks[1], 2, 0), jnp.moveaxis(blocks[2], 1, 0)
-    return jax.lax.scan(extend_block, streams, blocks)[0]
+    keys, values, valid = (jnp.moveaxis(_blocks(x), 2, 0) for x in (keys, values, valid))
+    return jax.lax.scan(extend_block, streams, (keys, values, valid))[0]
 
 
-def _blocks(x: Shaped[Array, "..."], axis: int) -> Shaped[Array, "..."]:
-    """Divides the tokens of an array, along an axis, into padded blocks."""
-    block = min(PROMPT_BLOCK, x.shape[axis])
-    padding = [(0, -x.shape[axis] % block if number == axis else 0) for number in range(x.ndim)]
-    x = jnp.pad(x, padding)
-    return x.reshape(*x.shape[:axis], -1, block, *x.shape[axis + 1 :])
+def _blocks(x: Shaped[Array, "B H T *D"]) -> Shaped[Array, "B H N block *D"]:
+    """Divides the tokens of an array into padded blocks."""
+    block = min(PROMPT_BLOCK, x.shape[2])
+    x = jnp.pad(x, [(0, -x.shape[2] % block if axis == 2 else 0) for axis in range(x.ndim)])
+    return x.reshape(*x.shape[:2], -1, block, *x.shape[3:])

@@ -11,15 +11,17 @@ Each sum has an estimate from a sample of the stream. Per KV head, for every tok
    have similar logits for any query, so that few samples suffice.
 3. If all m clusters are in use, delta grows, and clusters whose centers are now within delta merge.
 
-Tokens are processed once, in order, and memory depends on s, m and t only. Sinks and a recent window, which the
-algorithm does not have, are exact; tokens go to the structures when they leave the window. Attention merges the
-segments of the window, of the reservoir (numerator alone) and of the sampled keys (denominator alone).
+Tokens are processed once, in order, and memory depends on s, m and t only. Sinks, a recent window and the tokens with
+the smallest values, which the algorithm does not have, are exact; other tokens go to the structures when they leave the
+window. Attention merges the segments of the window, of the reservoir (numerator, and a share of the denominator) and of
+the sampled keys (the other share of the denominator).
 
 The papers' experiments run k-center on the prompt instead: `ClusterGen`. `SubGenMean` is kvjax's variant.
 """
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -33,6 +35,7 @@ from kvjax.methods.subgen.streams import extend_all, fill
 from kvjax.policy import Policy, Prompt, check_above, check_budget, check_min
 from kvjax.segment import Segment, SegmentLike, flatten_slots
 from kvjax.shared import window as windows
+from kvjax.shared.light_values import init_light_norms, keep_lightest, num_light_slots
 from kvjax.shared.per_head import per_head, stream_keys
 from kvjax.shared.staging import Tokens
 from kvjax.shared.window import Window, init_window
@@ -41,11 +44,12 @@ from kvjax.state import stacked, state
 
 
 class Sizes(NamedTuple):
-    """The paper's s (samples), m (clusters) and t (samples per cluster)."""
+    """The paper's s (samples), m (clusters) and t (samples per cluster), and the slots for light tokens."""
 
     samples: int
     clusters: int
     per_cluster: int
+    light: int
 
 
 @state
@@ -58,9 +62,10 @@ class Streams:
 
 @state
 class SubGenState:
-    """The window, and one head's structures per row and KV head."""
+    """The window, whose selected slots hold light tokens, and one head's structures per row and KV head."""
 
     window: Window
+    light_norms: Float[Array, "B H_kv M"]  # float32, inf in empty slots
     streams: Streams = stacked("B", "H_kv")
 
 
@@ -71,9 +76,21 @@ class SubGen(Policy[SubGenState]):
     The numerator is a sum over s sampled tokens, drawn in proportion to |v|^2, each with weight mu / (s |v|^2) for
     mu = sum |v|^2. The denominator is a sum over m clusters of keys with t sampled keys each, of weight n_i / t.
 
-    `sinks=0, recent=0, compact_every=1` is exactly Algorithm 1, as long as the keys form at most m clusters of radius
-    delta. The paper opens clusters without a limit. Here delta grows when the table is full, as in the doubling
-    algorithm of Charikar et al. (1997), and the bound's exponent grows by the factor growth / (growth - 1).
+    `light_values=0, self_normalization=0, sinks=0, recent=0, compact_every=1` is exactly Algorithm 1, as long as the
+    keys form at most m clusters of radius delta. The paper opens clusters without a limit. Here delta grows when the
+    table is full, as in the doubling algorithm of Charikar et al. (1997), and the bound's exponent grows by the factor
+    growth / (growth - 1).
+
+    Two additions make the algorithm work on pretrained models:
+
+    1. The tokens with the smallest values are kept exactly (`light_values`). Among them are attention sinks, which
+       samples in proportion to |v|^2 do not contain.
+    2. With `self_normalization` = a > 0, the denominator is a D_M + (1 - a) D_C, where D_M is the sum of the weights of
+       the numerator's samples and D_C the sum over clusters. Both are unbiased, and so is their mean (if at most
+       `light_values` values are zero, which are never sampled). An output is then at most max |v| / a, where Algorithm
+       1 has no limit, and the errors of numerator and denominator partly cancel. D_M adds at most a kappa times the
+       numerator's bound to the bound of Theorem 1, where kappa is the ratio of the largest to the smallest value norm
+       in the stream of the samples; `light_values` reduces it.
 
     Attributes:
         budget: slots per KV head, sinks and recent tokens included. A slot is a key and a value; a cluster's center
@@ -81,7 +98,11 @@ class SubGen(Policy[SubGenState]):
         sinks: first tokens that are always kept (kvjax's addition; Algorithm 1 has none).
         recent: newest tokens that are always kept. SubGen, section 3.2, keeps recent tokens in its experiments;
             Algorithm 1 has none. The number is kvjax's choice.
-        samples: s of Algorithm 1. None for three quarters of the slots, because the numerator is the noisier sum
+        light_values: tokens with the smallest |v| per head that are kept exactly; at most a quarter of the slots that
+            sinks and recent tokens leave (kvjax's addition; 0 for none, as in Algorithm 1).
+        self_normalization: weight a of the numerator's samples in the denominator, at least 0 and below 1 (kvjax's
+            addition; 0 for none, as in Algorithm 1).
+        samples: s of Algorithm 1. None for seven eighths of the slots, because the numerator is the noisier sum
             (kvjax's choice; Theorem 1 asks for s of the order d / epsilon^2).
         clusters: m, the number of clusters; None for the remaining slots (the paper's m follows from the data).
         per_cluster: t of Algorithm 1 (1 is kvjax's choice; Theorem 1 asks for e^(2 delta r) log(n) / epsilon^2).
@@ -98,6 +119,8 @@ class SubGen(Policy[SubGenState]):
     budget: int | None = None
     sinks: int = 4
     recent: int = 64
+    light_values: int = 32
+    self_normalization: float = 0.75
     samples: int | None = None
     clusters: int | None = None
     per_cluster: int = 1
@@ -110,6 +133,9 @@ class SubGen(Policy[SubGenState]):
         fixed = self.sinks + self.recent
         check_budget(fixed + 1 if self.budget is None else self.budget, self.sinks, self.recent, self.compact_every)
         check_min(1, samples=self.samples, clusters=self.clusters, per_cluster=self.per_cluster)
+        check_min(0, light_values=self.light_values)
+        if not 0 <= self.self_normalization < 1:
+            raise ValueError(f"self_normalization={self.self_normalization} must be at least 0 and below 1")
         check_above(0, delta=self.delta)
         check_above(1, growth=self.growth)
         _ = self.sizes
@@ -125,10 +151,11 @@ class SubGen(Policy[SubGenState]):
         if self.budget is None:
             if samples is None or clusters is None:
                 raise ValueError(f"budget=None with samples={samples} and clusters={clusters}; pass both sizes")
-            return Sizes(samples, clusters, self.per_cluster)
-        free = self.budget - self.sinks - self.recent
+            return Sizes(samples, clusters, self.per_cluster, self.light_values)
+        light = num_light_slots(self.light_values, self.budget - self.sinks - self.recent)
+        free = self.budget - self.sinks - self.recent - light
         if samples is None:
-            samples = round_to_tiles(3 * free // 4 if clusters is None else (2 * free - clusters * halves) // 2)
+            samples = round_to_tiles(7 * free // 8 if clusters is None else (2 * free - clusters * halves) // 2)
         if clusters is None:
             clusters = round_to_tiles(2 * (free - samples) // halves)
         if min(samples, clusters) < 1 or 2 * samples + clusters * halves > 2 * free:
@@ -136,7 +163,7 @@ class SubGen(Policy[SubGenState]):
                 f"budget={self.budget} leaves {free} slots for samples={samples} and clusters={clusters} of "
                 f"{halves / 2:g} slots each; pass a larger budget or smaller sizes"
             )
-        return Sizes(samples, clusters, self.per_cluster)
+        return Sizes(samples, clusters, self.per_cluster, light)
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> SubGenState:
         """Returns an empty window and empty structures for `spec`."""
@@ -152,29 +179,36 @@ class SubGen(Policy[SubGenState]):
             return Streams(samples, init_table(sizes.clusters, spec.head_dim, spec.dtype, table_key))
 
         streams = per_head(init_head)(stream_keys(row_keys, spec.kv_heads))
-        return SubGenState(init_window(spec, self.sinks, self.recent), streams)
+        window = init_window(spec, self.sinks, self.recent, sizes.light)
+        return SubGenState(window, init_light_norms(spec, sizes.light), streams)
 
     def prefill(self, state: SubGenState, prompt: Prompt) -> SubGenState:
-        """Fills the window; the prompt's tokens between sinks and recent ones go to the structures."""
+        """Fills the window; the prompt's other tokens, except light ones, go to the structures."""
         window = windows.fill(state.window, prompt)
         middle = windows.middle_mask(window, prompt.keys.shape[2])
-        return SubGenState(window, fill(_extend, state.streams, prompt.keys, prompt.values, middle))
+        window, norms, *others = keep_lightest(window, state.light_norms, prompt.keys, prompt.values, middle)
+        return SubGenState(window, norms, fill(_extend, state.streams, *others))
 
     def segments(self, state: SubGenState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
-        """Returns the window, the samples of the numerator and the samples of the denominator."""
-        samples, table = state.streams.reservoir, state.streams.table
+        """Returns the window, the samples of the numerator and the samples of the clusters."""
+        samples, table, share = state.streams.reservoir, state.streams.table, self.self_normalization
         weights = per_head(reservoir.log_weights)(samples)
-        numerator = Segment(samples.keys, samples.values, log_num=weights, log_den=jnp.full_like(weights, -jnp.inf))
+        numerator = Segment(
+            samples.keys, samples.values, log_num=weights, log_den=weights + (math.log(share) if share else -jnp.inf)
+        )
         cluster_weights = per_head(log_sample_weights)(table)
         assert table.samples is not None
         keys = flatten_slots(table.samples)
-        denominator = Segment(keys, None, log_den=cluster_weights.reshape(keys.shape[:3]))
-        return (*windows.window_segments(state.window), numerator, denominator)
+        denominator = Segment(keys, None, log_den=cluster_weights.reshape(keys.shape[:3]) + math.log1p(-share))
+        _, _, middle = windows.occupancy(state.window)
+        light = jnp.minimum(middle, state.window.selected)
+        return (*windows.window_segments(state.window, light), numerator, denominator)
 
     def compact(self, state: SubGenState, new: Tokens) -> SubGenState:
-        """Slides the window over new tokens; tokens that leave it go to the structures."""
+        """Slides the window over new tokens; tokens that leave it, except light ones, go to the structures."""
         window, left = windows.slide(state.window, new)
-        return SubGenState(window, extend_all(_extend, state.streams, left.keys, left.values, left.present))
+        window, norms, *others = keep_lightest(window, state.light_norms, left.keys, left.values, left.present)
+        return SubGenState(window, norms, extend_all(_extend, state.streams, *others))
 
 
 def _extend(

@@ -13,6 +13,7 @@ add no sampling noise. The method has no error bound.
 import dataclasses
 import functools
 
+import jax.numpy as jnp
 from jaxtyping import Array, Int, Key
 
 from kvjax.methods.subgen import cluster_table
@@ -87,7 +88,8 @@ class SubGenMean(Policy[SubGenMeanState]):
         """Fills the window and clusters the prompt's tokens between sinks and recent ones."""
         window = windows.fill(state.window, prompt)
         middle = windows.middle_mask(window, prompt.keys.shape[2])
-        return SubGenMeanState(window, fill(cluster_table.extend, state.table, prompt.keys, prompt.values, middle))
+        valid = jnp.broadcast_to(middle[:, None], prompt.keys.shape[:3])
+        return SubGenMeanState(window, fill(cluster_table.extend, state.table, prompt.keys, prompt.values, valid))
 
     def segments(self, state: SubGenMeanState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
         """Returns the window and the cluster means."""
@@ -98,5 +100,6 @@ class SubGenMean(Policy[SubGenMeanState]):
     def compact(self, state: SubGenMeanState, new: Tokens) -> SubGenMeanState:
         """Slides the window over new tokens and clusters tokens that leave it."""
         window, left = windows.slide(state.window, new)
-        table = extend_all(cluster_table.extend, state.table, left.keys, left.values, left.present)
+        valid = jnp.broadcast_to(left.present[:, None], left.keys.shape[:3])
+        table = extend_all(cluster_table.extend, state.table, left.keys, left.values, valid)
         return SubGenMeanState(window, table)
