@@ -211,7 +211,7 @@ def _format_value(value: Any) -> str:
     """Returns the text of a value, of which `parse_value` returns the value."""
     if isinstance(value, tuple):
         return f"({','.join(map(_format_value, value))})"
-    return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 AnyPolicy = str | PolicyChoice | Policy | Callable[..., Policy]

@@ -166,7 +166,7 @@ SPEC = {"batch": 1, "query_heads": 4, "kv_heads": 2, "head_dim": 8, "max_prompt_
         ({"max_prompt_tokens": 40.0}, "max_prompt_tokens=40.0 must be an integer"),
         ({"max_prompt_tokens": MAX_TOKENS}, "must be at most 16777216"),
         ({"max_prompt_tokens": 2**31, "max_new_tokens": 2**31}, "must be at most 16777216"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1 must be at least 0"),
         ({"layer": 0.5}, "layer=0.5 must be an integer"),
         ({"layer": -1}, "layer=-1 must be at least 0"),
         ({"layer": 1}, r"layer=1 must be in \[0, layers=1\)"),

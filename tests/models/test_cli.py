@@ -172,7 +172,7 @@ def test_policies_lists_all_policies_and_settings(kvjax):
     assert [line.split()[0] for line in lines[: len(practical) + 1]] == ["auto", *practical]
     assert [line.split()[0] for line in lines[len(practical) + 3 :][: len(THEORY)]] == [*THEORY]
     assert lines[1].split(maxsplit=1)[1].startswith("Keeps every key and value.")
-    assert "It stands for snapkv:heads=auto" in kvjax("policies", "auto").out
+    assert "It stands for kvzap:heads=auto" in kvjax("policies", "auto").out
     details = kvjax("policies", "subgen").out
     assert "recent: int = 64" in details and "SubGen, Algorithm 1" in details
     assert "samples: int or None = None" in details

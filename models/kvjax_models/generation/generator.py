@@ -26,7 +26,7 @@ from kvjax_models.generation.decode import Texts, append_block, decode_block, sc
 from kvjax_models.generation.prefill import PrefilledLayer
 from kvjax_models.generation.prefill_together import prefill_for, prefill_together
 from kvjax_models.generation.rows import extend_rows, pad_prompts, trim_rows
-from kvjax_models.generation.sampling import GREEDY, Sampling
+from kvjax_models.generation.sampling import GREEDY, Sampling, row_sampling
 from kvjax_models.generation.sequence_parallel import chunk_size
 from kvjax_models.generation.state import GenerationState, check_faults, check_finite, commit_to_device, compact_layers
 from kvjax_models.model.config import LlamaConfig
@@ -216,7 +216,7 @@ class Generator:
         state = dataclasses.replace(state, sampling_keys=jax.random.wrap_key_data(key_data))
         if sampling is None:
             return state
-        placed = state_lib.place_sampling([sampling] * self.batch, self.config.vocab_size, self.mesh)
+        placed = row_sampling([sampling] * self.batch, self.config.vocab_size, self.mesh)
         return dataclasses.replace(state, sampling=placed)
 
     def prefill(self, state: GenerationState, prompts: Sequence[Sequence[int]], texts: Texts = None) -> GenerationState:

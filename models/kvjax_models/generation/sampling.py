@@ -8,18 +8,21 @@ accumulates the result in its state, and raises an error when it reads the state
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.messages import shorten
 from kvjax.spec import is_number
 from kvjax.state import state
+from kvjax_models.sharding import constrain_replicated
 
 MIN_TEMPERATURE = 1e-30  # far above the smallest float32 numbers, which devices flush to zero
 MAX_LOGPROBS = 20  # most likely tokens whose log-probabilities a request may ask for, as in OpenAI's interface
@@ -125,34 +128,41 @@ class RowSampling:
     counts: Int[Array, "B V"]  # int32, how often each token occurs in the answer
 
 
-def row_sampling(samplings: Sequence[Sampling], vocab_size: int) -> RowSampling:
+def row_sampling(samplings: Sequence[Sampling], vocab_size: int, mesh: Mesh | None = None) -> RowSampling:
     """Returns the parameters of rows without tokens.
 
     Args:
         samplings: parameters of each row.
         vocab_size: size of the vocabulary.
+        mesh: mesh on which the arrays are replicated; None for a single device.
 
     Returns:
-        The parameters, as NumPy arrays.
+        The parameters as arrays, each with its own buffer.
     """
 
-    def column(name: str, default: float, dtype: type = np.float32) -> Any:
+    def column(name: str, default: float, dtype: type = np.float32) -> np.ndarray:
         values = (getattr(one, name) for one in samplings)
         return np.array([default if value is None else value for value in values], dtype)
 
-    shape = (len(samplings), vocab_size)
-    return RowSampling(
-        temperature=column("temperature", 0),
-        top_k=np.minimum(column("top_k", 0, np.int64), vocab_size).astype(np.int32),
-        top_p=column("top_p", 1),
-        min_p=column("min_p", 0),
-        repetition_penalty=column("repetition_penalty", 1),
-        presence_penalty=column("presence_penalty", 0),
-        frequency_penalty=column("frequency_penalty", 0),
-        logprobs=column("logprobs", -1, np.int32),
-        in_prompt=cast(Any, np.zeros(shape, bool)),
-        counts=cast(Any, np.zeros(shape, np.int32)),
-    )
+    columns = {
+        "temperature": column("temperature", 0),
+        "top_k": np.minimum(column("top_k", 0, np.int64), vocab_size).astype(np.int32),
+        "top_p": column("top_p", 1),
+        "min_p": column("min_p", 0),
+        "repetition_penalty": column("repetition_penalty", 1),
+        "presence_penalty": column("presence_penalty", 0),
+        "frequency_penalty": column("frequency_penalty", 0),
+        "logprobs": column("logprobs", -1, np.int32),
+    }
+    return _without_tokens(columns, vocab_size, mesh)
+
+
+# Compiled, so that it can also be traced for absent devices.
+@functools.partial(jax.jit, static_argnames=("vocab_size", "mesh"))
+def _without_tokens(columns: dict[str, Array], vocab_size: int, mesh: Mesh | None) -> RowSampling:
+    shape = (*columns["temperature"].shape, vocab_size)
+    sampling = RowSampling(**columns, in_prompt=jnp.zeros(shape, bool), counts=jnp.zeros(shape, jnp.int32))
+    return jax.tree.map(lambda x: constrain_replicated(x, mesh), sampling)
 
 
 def with_prompt(sampling: RowSampling, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]) -> RowSampling:

@@ -21,7 +21,7 @@ from kvjax.shared.staging import Counters
 from kvjax.state import count_row_faults, fault, row_randomness, state, static
 from kvjax_models.generation.sampling import RowSampling, Sampling, is_finite, row_sampling, with_prompt
 from kvjax_models.model.llama import Llama
-from kvjax_models.sharding import constrain_replicated, constrain_to_batch, replicate
+from kvjax_models.sharding import constrain_replicated, constrain_to_batch
 
 
 @state
@@ -127,21 +127,10 @@ def init_state(
     return GenerationState(
         layers=tuple(cache for cache, _ in layers),
         counters=layers[-1][1],
-        sampling=place_sampling(samplings, vocab_size, mesh),
+        sampling=row_sampling(samplings, vocab_size, mesh),
         context_tokens=context_tokens,
         **_init_rows(specs[0].batch, vocab_size, mesh, seed),
     )
-
-
-def place_sampling(samplings: Sequence[Sampling], vocab_size: int, mesh: Mesh | None) -> RowSampling:
-    """Returns parameters of sampling on the devices of a state.
-
-    Args:
-        samplings: parameters of every row.
-        vocab_size: size of the vocabulary.
-        mesh: mesh of the state.
-    """
-    return jax.tree.map(lambda x: replicate(x, mesh), row_sampling(samplings, vocab_size))
 
 
 def init_layers(
