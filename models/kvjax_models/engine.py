@@ -323,24 +323,19 @@ class Engine:
 
     def _find_row(self, document: "Document | None") -> int | None:
         """Returns a free row; for a document a row of its group, which takes the place of one that no row asks."""
-        rows = self.generator.batch
+        free = [row for row in range(self.generator.batch) if row not in self._running]
         if document is None:
-            return next((row for row in range(rows) if row not in self._running), None)
-        size = rows // self.num_documents
-        is_free = [all(row not in self._running for row in self._group(slot)) for slot in range(self.num_documents)]
-        for slot, held in enumerate(self._documents):
-            if held is document:
-                row = next((row for row in self._group(slot) if row not in self._running), None)
-                if row is not None:
-                    return row
+            return next(iter(free), None)
+        if document in self._documents:
+            return next((row for row in self._group(self._documents.index(document)) if row in free), None)
         # Empty places first, so that documents stay as long as possible.
-        places = sorted((held is not None, slot) for slot, held in enumerate(self._documents) if is_free[slot])
-        if any(held is document for held in self._documents) or not places:
+        unused = [slot for slot in range(self.num_documents) if set(self._group(slot)) <= set(free)]
+        slot = min(unused, key=lambda slot: self._documents[slot] is not None, default=None)
+        if slot is None:
             return None
-        slot = places[0][1]
         self._texts = _insert_text(self._texts, document.texts, slot, self.num_documents)
         self._documents[slot] = document
-        return slot * size
+        return self._group(slot)[0]
 
     def _group(self, slot: int) -> range:
         """Returns the rows of a document's place."""

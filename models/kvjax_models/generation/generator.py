@@ -26,7 +26,7 @@ from kvjax_models.generation.decode import Texts, append_block, decode_block, sc
 from kvjax_models.generation.prefill import PrefilledLayer
 from kvjax_models.generation.prefill_together import prefill_for, prefill_together
 from kvjax_models.generation.rows import extend_rows, pad_prompts, trim_rows
-from kvjax_models.generation.sampling import GREEDY, Sampling, row_sampling
+from kvjax_models.generation.sampling import GREEDY, Sampling
 from kvjax_models.generation.sequence_parallel import chunk_size
 from kvjax_models.generation.state import GenerationState, check_faults, check_finite, commit_to_device, compact_layers
 from kvjax_models.model.config import LlamaConfig
@@ -203,21 +203,16 @@ class Generator:
         )
         return state if self.mesh is None else state_lib.shard_on_mesh(state, self.mesh)
 
-    def reseed(self, state: GenerationState, seed: int, sampling: Sampling | None = None) -> GenerationState:
+    def reseed(self, state: GenerationState, seed: int) -> GenerationState:
         """Returns a state whose sampling continues as if it had been created with another seed.
 
         Args:
             state: a state, which may come from a generator with another batch size.
             seed: the seed. The randomness of the caches does not change.
-            sampling: new parameters of all rows, without earlier tokens for penalties; None keeps them.
         """
         keys = state_lib.row_keys(self.batch, state_lib.check_seed(seed))[1]
         key_data = replicate(np.asarray(jax.random.key_data(keys)), self.mesh)
-        state = dataclasses.replace(state, sampling_keys=jax.random.wrap_key_data(key_data))
-        if sampling is None:
-            return state
-        placed = row_sampling([sampling] * self.batch, self.config.vocab_size, self.mesh)
-        return dataclasses.replace(state, sampling=placed)
+        return dataclasses.replace(state, sampling_keys=jax.random.wrap_key_data(key_data))
 
     def prefill(self, state: GenerationState, prompts: Sequence[Sequence[int]], texts: Texts = None) -> GenerationState:
         """Processes one prompt per row.
