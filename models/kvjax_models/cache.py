@@ -39,7 +39,9 @@ KVDtypes = KVDtype | tuple[KVDtype, KVDtype] | None  # of keys and values togeth
 
 MAX_ROWS = 2**16  # of a batch; far above what any device holds
 EXACT_TAIL_TOKENS = 4096  # tails of documents hold all their tokens up to this capacity
-_TAIL_BLOCK = 64  # tokens of a question per block, and between two compactions of a tail
+# Tokens of a question per block, and between two compactions of a tail. They have a staging buffer in the dtype of the
+# model, which would be half of the bytes of a short tail with 64 tokens.
+_TAIL_BLOCK = 32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -472,42 +474,18 @@ class CachedModel:
         return tuple(dataclasses.replace(spec, dtype=self.budget_dtype) for spec in specs)
 
 
-def read_together(
-    caches: Sequence[CachedModel],
-    text: Prompt | Sequence[int],
-    *,
-    max_new_tokens: int = 512,
-    max_text_tokens: int | None = None,
-    chat: bool | None = None,
-    seed: int = 0,
-    template_options: TemplateOptions = None,
-    streaming: bool = False,
-) -> list[Document]:
+def read_together(caches: Sequence[CachedModel], text: Prompt | Sequence[int], **options: Any) -> list[Document]:
     """Compresses a text with several caches of one model, which computes the text once.
 
     Args:
         caches: the caches.
         text: as for `CachedModel.read`.
-        max_new_tokens: as for `CachedModel.read`.
-        max_text_tokens: as for `CachedModel.read`.
-        chat: as for `CachedModel.read`.
-        seed: as for `CachedModel.read`.
-        template_options: as for `CachedModel.read`.
-        streaming: as for `CachedModel.read`; the model then computes the text once per cache.
+        **options: further arguments of `read_steps`.
 
     Returns:
         One document per cache.
     """
-    *_, documents = read_steps(
-        caches,
-        text,
-        max_new_tokens=max_new_tokens,
-        max_text_tokens=max_text_tokens,
-        chat=chat,
-        seed=seed,
-        template_options=template_options,
-        streaming=streaming,
-    )
+    *_, documents = read_steps(caches, text, **options)
     assert documents is not None
     return documents
 
@@ -527,13 +505,14 @@ def read_steps(
 
     Args:
         caches: the caches.
-        text: as for `CachedModel.read`.
-        max_new_tokens: as for `CachedModel.read`.
-        max_text_tokens: as for `CachedModel.read`.
-        chat: as for `CachedModel.read`.
-        seed: as for `CachedModel.read`.
-        template_options: as for `CachedModel.read`.
-        streaming: as for `CachedModel.read`; the model then computes the text once per cache.
+        text: this and the other arguments as for `CachedModel.read`. With `streaming`, the model computes the text once
+            per cache.
+        max_new_tokens: capacity for each question and its answer.
+        max_text_tokens: capacity for the text.
+        chat: whether the text is the start of a user's message.
+        seed: seed of the policy's random numbers.
+        template_options: variables of the chat template.
+        streaming: whether the text is compressed while it is processed.
 
     Yields:
         None after every layer, finally one document per cache. A streamed text is one step.
@@ -606,6 +585,7 @@ def _parse_rows(rows: int | str, generator: Generator) -> int:
         return min(size.bytes // generator.row_bytes, MAX_ROWS)
     if size is None or size.slots is None or size.slots > MAX_ROWS:
         raise ValueError(
-            f"batch_size={shorten(rows)} must be from 1 to {MAX_ROWS} rows (8), or bytes for their caches (2GiB)"
+            f"{shorten(rows)} batch rows are not possible: pass a number from 1 to {MAX_ROWS} (8), or bytes for their "
+            "caches (2GiB)"
         )
     return size.slots

@@ -378,7 +378,8 @@ class Engine:
                 self._state = self._finish(self.generator.init_state(), np.ones(self.generator.batch, bool))
             place = replicate(np.array([row], np.int32), self._mesh)
             self._state = _insert_row(self._state, state, place, self._mesh)
-        self.cache_sizes = self.generator.cache_sizes(self._state)
+        if not self._running:  # the sizes of all rows, which do not change
+            self.cache_sizes = self.generator.cache_sizes(self._state)
         self._running[row] = _Running(request, AnswerText(self._tokenizer, request.context, request.stop))
 
     # --- decoding ---
@@ -399,11 +400,14 @@ class Engine:
             generator.scorer,
         )
         self._in_block += steps
-        done, faults = np.asarray(self._state.done), np.asarray(_count_faults(self._state, self._mesh))
+        # Within a block, a fault can only show as logits that are not finite; compactions count the others.
+        ends_block = self._in_block == block_size
+        faults = np.asarray(_count_faults(self._state, self._mesh) if ends_block else self._state.not_finite)
+        done = np.asarray(self._state.done)
         rows = sorted(self._running)
-        outputs = [self._output(row, sampled, bool(done[row]), bool(faults[row])) for row in rows]
+        outputs = [self._output(row, sampled, bool(done[row]), faults[row] > 0) for row in rows]
         self._free_rows([row for row, output in zip(rows, outputs, strict=True) if output.finish_reason is not None])
-        if self._state is not None and self._in_block == block_size:
+        if self._state is not None and ends_block:
             self._state, self._in_block = compact_layers(self._state), 0
         return outputs
 

@@ -3,8 +3,8 @@
     kvjax generate --model DIR --prompts_file IN.jsonl --output OUT.jsonl --batch_size 8 --policy auto --budget 25%
 
 Each line of the file is a text, or an object with `prompt` or `messages` and optionally `max_new_tokens`, `seed` and
-`id`. Completions are appended to the output as they finish, each with a digest of its line, and sorted when all of them
-are complete. An interrupted run can be resumed with --resume; `OUT.jsonl.run.json` contains the settings of the run.
+`id`. Completions are appended to the output as they finish, and sorted when all of them are complete. An interrupted
+run can be resumed with --resume; `OUT.jsonl.run.json` contains the settings of the run.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from kvjax_models.language_model import LanguageModel
 from kvjax_models.saves import describe_difference
 from kvjax_models.usage import completions
 
-FORMAT = 3  # of OUT.jsonl.run.json
+FORMAT = 4  # of OUT.jsonl.run.json
 _KEYS = {"prompt", "messages", "max_new_tokens", "seed", "id"}
 
 
@@ -146,8 +146,6 @@ class Output:
         for number, line in enumerate(lines, start=1):
             try:
                 row = json.loads(line)
-                if row.pop("sha256") != _row_digest(row):
-                    raise ValueError("its digest differs")
                 if not 0 <= row["number"] < self.count:
                     raise ValueError(f"prompt {row['number']} does not exist")
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -174,13 +172,8 @@ class Output:
 
 
 def _row_line(row: dict[str, Any]) -> str:
-    """Returns a completion as a line with its digest."""
-    return json.dumps(row | {"sha256": _row_digest(row)}, ensure_ascii=False)
-
-
-def _row_digest(row: dict[str, Any]) -> str:
-    """Returns the first digits of the SHA-256 of a completion without its digest."""
-    return atomic_io.sha256_of_bytes(json.dumps(row, sort_keys=True).encode())[:16]
+    """Returns a completion as a line."""
+    return json.dumps(row, ensure_ascii=False)
 
 
 def _read_lines(options: GenerationOptions, llm: LanguageModel, path: str) -> list[PromptLine]:

@@ -29,15 +29,17 @@ def pad_prompts(
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     if not lengths.all():
         raise ValueError(f"prompt {int(np.argmin(lengths))} is empty; it must have at least one token")
-    tokens = np.zeros((batch, -(-int(np.max(lengths)) // multiple) * multiple), np.int64)
+    tokens = np.zeros((batch, -(-int(np.max(lengths)) // multiple) * multiple), np.int32)
     for row, prompt in enumerate(prompts):
         ids = np.asarray(prompt)
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             raise ValueError(f"prompt {row} must be a list of integers, got {ids.dtype}{list(ids.shape)}")
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            raise ValueError(
+                f"token ids must be between 0 and {vocab_size - 1}, got {ids.min()} to {ids.max()} in prompt {row}"
+            )
         tokens[row, : len(prompt)] = ids
-    if np.min(tokens) < 0 or np.max(tokens) >= vocab_size:
-        raise ValueError(f"token ids must be between 0 and {vocab_size - 1}, got {np.min(tokens)} to {np.max(tokens)}")
-    return tokens.astype(np.int32), lengths
+    return tokens, lengths
 
 
 def trim_rows(rows: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
