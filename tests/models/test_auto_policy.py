@@ -35,24 +35,26 @@ def resolve(model, policy, budget=None, kv_dtype=None, tokens=1000, new=4, profi
 
 
 @pytest.mark.parametrize(
-    ("budget", "kv_dtype", "expected", "full", "compact_every"),
+    ("budget", "kv_dtype", "expected", "full", "compact_every", "recent"),
     [
-        ("10%", None, "int4", 3, 8),  # 18% of 20 heads
-        ("3%", None, ("int4", "int2"), 2, 8),  # 70% of the slots, which are for 15% of the tokens, are 2.1 heads
-        ("20%", None, "int8", 3, 8),
-        (None, None, "int8", 3, 16),
-        ("25%", "int8", "int8", 3, 16),
-        (100, "int8", "int8", 1, 8),  # slots are tokens
-        ("95%", None, "int8", 3, 16),
+        ("10%", None, "int4", 3, 8, 32),  # 18% of 20 heads
+        ("3%", None, ("int4", "int2"), 2, 8, 16),  # 70% of the slots, which are for 15% of the tokens, are 2.1 heads
+        ("20%", None, "int8", 3, 8, 48),
+        (None, None, "int8", 3, 16, 48),  # an eighth of 485 tokens, in steps of 16
+        ("25%", "int8", "int8", 3, 16, 48),
+        (100, "int8", "int8", 1, 8, 16),  # slots are tokens
+        ("95%", None, "int8", 3, 16, 128),
     ],
 )
-def test_auto_stores_few_bits_and_all_tokens_of_some_heads(model, budget, kv_dtype, expected, full, compact_every):
+def test_auto_stores_few_bits_and_all_tokens_of_some_heads(
+    model, budget, kv_dtype, expected, full, compact_every, recent
+):
     choice, resolved_budget, resolved_dtype = resolve(model, "auto", budget, kv_dtype, profile=make_profile(NEEDS))
     assert resolved_dtype == expected and resolved_budget == ("25%" if budget is None else budget)
     heads = [(LAYERS - 1, 1), (LAYERS - 1, 0), (LAYERS - 2, 1)][:full]
     options = {"reserve_decode_slots": True, "compact_every": compact_every}
-    policy = kvjax.KVzap(64, recent=16, **options)
-    assert choice.make(64) == kvjax.HeadBudgets(policy, retrieving_heads(LAYERS, KV_HEADS, heads))
+    policy = kvjax.KVzap(200, recent=recent, **options)
+    assert choice.make(200) == kvjax.HeadBudgets(policy, retrieving_heads(LAYERS, KV_HEADS, heads))
 
 
 def test_auto_without_a_scorer_selects_by_other_scores(model):
