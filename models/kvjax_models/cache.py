@@ -104,7 +104,8 @@ class CachedModel:
                 tokens.
             seed: seed of the first sequence, of its samples and of the policy's random numbers; sequence i has
                 seed + i, modulo 2**32.
-            n: number of sequences per prompt.
+            n: number of sequences per prompt, which is processed once: the policy's random numbers are those of the
+                prompt's first sequence.
             template_options: variables of the chat template, such as {"enable_thinking": False} or {"tools": [...]};
                 {"continue_final_message": True} continues the last message. Only for conversations.
             return_details: whether to return `Completion`s and a `Usage` in place of texts.
@@ -123,7 +124,7 @@ class CachedModel:
             raise ValueError("log-probabilities are part of the details; pass return_details=True")
         is_single = is_prompt(prompt)
         prompts: Any = as_prompts([prompt] if is_single else prompt)
-        token_lists = [self.llm.encode(one, template_options) for one in prompts for _ in range(n)]
+        token_lists = [tokens for one in prompts for tokens in [self.llm.encode(one, template_options)] * n]
         if not token_lists:
             raise ValueError("prompt is an empty list; pass at least one prompt")
         engine = self.engine(
@@ -136,6 +137,7 @@ class CachedModel:
                 stop=stop,
                 max_new_tokens=max_new_tokens,
                 seed=seed_of_prompt(seed, number),
+                prompt_seed=seed_of_prompt(seed, number // n * n),
             )
         completions, usage = collect(engine, sum(map(len, token_lists)))
         values: list[Any] = [one if return_details else one.text for one in completions]

@@ -94,7 +94,8 @@ class Request:
         sampling: parameters of sampling.
         stop: strings that finish the sequence.
         max_new_tokens: maximum number of new tokens.
-        seed: seed of sampling and of the policy's random numbers.
+        seed: seed of sampling.
+        prompt_seed: seed of the policy's random numbers.
     """
 
     number: int
@@ -104,6 +105,16 @@ class Request:
     stop: tuple[str, ...]
     max_new_tokens: int
     seed: int
+    prompt_seed: int
+
+    def has_prompt_of(self, other: "Request") -> bool:
+        """Returns whether the state after the prompt is the same, except for the seed of sampling."""
+        return (
+            self.prompt_seed == other.prompt_seed
+            and self.document is other.document
+            and self.sampling == other.sampling
+            and self.prompt == other.prompt
+        )
 
     @property
     def context(self) -> list[int]:
@@ -170,6 +181,7 @@ class Engine:
         self._max_prefill_steps, self._stream_interval = max_prefill_steps, stream_interval
         self._waiting: collections.deque[Request] = collections.deque()
         self._prefill: tuple[int, Request, Iterator[GenerationState | None]] | None = None  # of one row
+        self._prefilled: tuple[Request, GenerationState] | None = None  # the last one, if others have its prompt
         self._running: dict[int, _Running] = {}  # by row
         self._finished: list[Output] = []  # that the next step returns
         self._documents: list[Document | None] = [None] * documents  # of every group of rows
@@ -203,6 +215,7 @@ class Engine:
         stop: str | Sequence[str] = (),
         max_new_tokens: int | None = None,
         seed: int = 0,
+        prompt_seed: int | None = None,
         template_options: TemplateOptions = None,
     ) -> int:
         """Adds a request.
@@ -214,7 +227,9 @@ class Engine:
             sampling: parameters of sampling.
             stop: strings that finish the sequence and are not part of its text; they may contain special tokens.
             max_new_tokens: maximum number of new tokens; by default the capacity of the caches.
-            seed: seed of sampling and of the policy's random numbers.
+            seed: seed of sampling.
+            prompt_seed: seed of the policy's random numbers, by default `seed`. Several answers to one prompt have the
+                same one: with equal `sampling` and different `seed`, the prompt is processed once for those that wait.
             template_options: variables of the chat template, for a conversation.
 
         Returns:
@@ -250,7 +265,9 @@ class Engine:
         before = 0 if document is None else document.num_tokens
         self.generator.check_context(before + len(tokens) + limit)
         check_seed(seed)
-        request = Request(self._next_number, tokens, document, sampling, check_stop(stop), limit, seed)
+        prompt_seed = seed if prompt_seed is None else int(check_seed(prompt_seed))
+        stops = check_stop(stop)
+        request = Request(self._next_number, list(tokens), document, sampling, stops, limit, seed, prompt_seed)
         self._next_number += 1
         self._waiting.append(request)
         return request.number
@@ -345,11 +362,14 @@ class Engine:
     def _prefill_steps(self, request: Request) -> Iterator[GenerationState | None]:
         """Yields None after every step of prefill, and the state of the row at its end."""
         generator, document = self._row_generator, request.document
+        if self._prefilled is not None and self._prefilled[0].has_prompt_of(request):
+            yield generator.reseed(self._prefilled[1], request.seed)
+            return
         if document is None:
-            state = generator.init_state(request.seed, request.sampling)
+            state = generator.init_state(request.prompt_seed, request.sampling)
             yield from generator.prefill_steps(state, [request.prompt], shared_lengths=True)
             return
-        state = document.tail_state(generator, request.seed, request.sampling)
+        state = document.tail_state(generator, request.prompt_seed, request.sampling)
         if not len(request.prompt):
             yield state
             return
@@ -371,6 +391,11 @@ class Engine:
         limit = len(request.prompt) + request.max_new_tokens
         limit += 0 if request.document is None else request.document.num_tokens
         state = dataclasses.replace(state, max_positions=replicate(np.array([limit], np.int32), self._mesh))
+        # The only row's state is donated to decoding.
+        is_shared = self.generator.batch > 1 and any(request.has_prompt_of(other) for other in self._waiting)
+        self._prefilled = (request, state) if is_shared else None
+        if request.seed != request.prompt_seed:
+            state = self._row_generator.reseed(state, request.seed)
         if self.generator.batch == 1:
             self._state = state
         else:

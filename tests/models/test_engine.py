@@ -14,6 +14,7 @@ from kvjax_models import LanguageModel, engine, usage
 from kvjax_models.generation import prefill
 from kvjax_models.generation.answer_text import AnswerText, check_stop
 from kvjax_models.generation.decode import decode_program
+from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import Sampling
 from tests.kvjax.support import ON_A_MESH, each
 from tests.models import tiny
@@ -97,6 +98,28 @@ def test_tokens_do_not_depend_on_rows_or_prefill_steps():
         add_all(some_engine)
         results.append(collect(some_engine))
     assert results[0] == results[1] == results[2]
+
+
+def test_answers_to_one_prompt_share_its_prefill(monkeypatch):
+    prefilled = []
+    steps = Generator.prefill_steps
+
+    def count(self, state, new, *args, **options):
+        prefilled.append(new)
+        return steps(self, state, new, *args, **options)
+
+    monkeypatch.setattr(Generator, "prefill_steps", count)
+    some_engine = make_engine(kvjax.Uniform(40, recent=16, compact_every=PERIOD))
+    sampling = Sampling(temperature=2.0)
+    for seed in (5, 6, 7, 8):  # the last one waits for a row
+        some_engine.add(prompts()[1], sampling=sampling, max_new_tokens=9, seed=seed, prompt_seed=5)
+    some_engine.add(prompts()[1], max_new_tokens=9, seed=5)  # greedy
+    rows, *_ = collect(some_engine)
+    assert prefilled == [[prompts()[1]]] * 2
+    alone = some_engine.generator.with_batch(1)
+    for number in range(4):
+        state = alone.prefill(alone.init_state(5, sampling), [prompts()[1]])
+        assert rows[number] == alone.decode_all(alone.reseed(state, 5 + number), 9)[0][0]
 
 
 def test_requests_that_differ_compile_nothing():

@@ -46,9 +46,8 @@ _AUTO_FORMATS: tuple[tuple[float, KVFormat], ...] = ((0.2, "int8"), (0.05, "int4
 # The staging buffer is not quantized: 16 tokens, or 8 if 16 exceed this fraction of the budget.
 _LARGEST_STAGING = 0.07
 _MAX_STAGING = 128  # tokens in the staging buffer of any policy by default
-# Newest tokens that KVzap keeps, as a fraction of the kept tokens, and at most. On books, more of them predict better (at
-# 25% of 2,048 tokens .016 nats per token over the full cache with 16, .007 with 128); short texts have other tokens to
-# keep.
+# Newest tokens that KVzap keeps, as a fraction of the kept tokens, and at most. More of them predict books better (.016
+# nats per token over the full cache with 16, .007 with 128, at 25% of 2,048 tokens); short texts have others to keep.
 _RECENT_SHARE, _MAX_RECENT = 1 / 8, 128
 # Later tokens have reserved slots if they need at most this fraction of the budget.
 _LARGEST_RESERVE = 1 / 3
