@@ -37,11 +37,11 @@ def resolve(model, policy, budget=None, kv_dtype=None, tokens=1000, new=4, profi
 @pytest.mark.parametrize(
     ("budget", "kv_dtype", "expected", "full", "compact_every", "recent"),
     [
-        ("10%", None, "int4", 3, 8, 32),  # 18% of 20 heads
+        ("10%", None, "int4", 3, 8, 48),  # 18% of 20 heads
         ("3%", None, ("int4", "int2"), 2, 8, 16),  # 70% of the slots, which are for 15% of the tokens, are 2.1 heads
         ("20%", None, "int8", 3, 8, 48),
-        (None, None, "int8", 3, 16, 48),  # an eighth of 485 tokens, in steps of 16
-        ("25%", "int8", "int8", 3, 16, 48),
+        (None, None, "int8", 3, 16, 64),  # an eighth of 485 tokens, in steps of 16
+        ("25%", "int8", "int8", 3, 16, 64),
         (100, "int8", "int8", 1, 8, 16),  # slots are tokens
         ("95%", None, "int8", 3, 16, 128),
     ],

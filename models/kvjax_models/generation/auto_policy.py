@@ -128,7 +128,7 @@ def resolve_auto(
     if is_auto and choice.name == POLICY_WITHOUT_SCORER:
         settings["window_size"] = 16
     elif is_auto and choice.name != STREAMING_POLICY_WITHOUT_SCORER:
-        settings["recent"] = min(max(int(_RECENT_SHARE * kept * tokens) // 16 * 16, 16), _MAX_RECENT)
+        settings["recent"] = min(max(round(_RECENT_SHARE * kept * tokens / 16) * 16, 16), _MAX_RECENT)
     if is_auto and "reserve_decode_slots" in types:
         settings["reserve_decode_slots"] = spec.max_new_tokens <= _LARGEST_RESERVE * kept * tokens
     choice = choice.with_settings(**settings)
