@@ -6,8 +6,8 @@
     python -m experiments.summarize --rows build/rows.jsonl
 
 With `--question unseen`, a text is compressed once (`CachedModel.read`), before its questions are known, and each
-question continues it. With `--question seen`, the compressed prompt includes the question (`CachedModel.generate`).
-Settings share the prefill of a text.
+question continues it. With `--question seen`, the compressed prompt includes the question (`CachedModel.generate`), and
+the rest of a passage (perplexity_books:1024) is compressed as it is read. Settings share the prefill of a text.
 
 Tasks: RULER's 13 ("ruler" for all), lines, longeval_lines:200, longeval_topics:5, needle, facts, squad, hotpotqa,
 musique, nq, quality, tpo, coursera, scientific_qa, multidoc_qa, gov_report, kv_retrieval, babi:1, gsm8k, humaneval:run,
@@ -110,8 +110,7 @@ def evaluate(
         settings: settings of the cache.
         rows: file of the rows.
     """
-    has_questions = task.kind not in ("continue", "stream", "trace")
-    for question in options.question if has_questions else ("unseen",):
+    for question in ("unseen",) if task.kind in ("stream", "trace") else options.question:
         logging.info("%s, question %s, seed %d", task.name, question, seed)
         Evaluator(
             llm,

@@ -50,7 +50,8 @@ class Evaluator:
         llm: model and tokenizer.
         model: name of the model in rows.
         task: the task.
-        question_seen: whether the compressed text includes the question, as for `CachedModel.generate`.
+        question_seen: whether one cache has the text, question and answer (or the rest of a passage), as for
+            `CachedModel.generate`.
         tokens: maximum number of tokens of the task's prompts.
         seed: seed of documents and policies.
         batch: maximum number of questions of a text that are answered at a time.
@@ -174,9 +175,12 @@ class Evaluator:
         return caches.text_size(document), [self._score_answer(item, one.text) for item, one in pairs]
 
     def _continue(self, unit: Unit, generator: Generator, state: GenerationState) -> Measured:
-        """Answers the question of a prompt, which is compressed with it."""
+        """Answers the question of a prompt, which is compressed with it, or scores how a passage goes on."""
         [item] = unit.items
         size = caches.sequence_size(generator, len(unit.text) + self.capacity, kvjax.cache_bytes(state.layers).host)
+        if self.task.kind == "continue":
+            _, [log_probs] = generator.score(state, [item.tokens])
+            return size, [Score(-float(np.mean(log_probs[1:])))]
         if self.task.kind == "choose":
             rows = len(item.choices)
             _, log_probs = generator.with_batch(rows).score(kvjax.repeat_rows(state, rows), item.choices)

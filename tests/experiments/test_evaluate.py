@@ -229,8 +229,9 @@ def passage_task(kind):
 
 
 def test_likelihoods_equal_the_model_s(llm, tmp_path):
-    for kind, first in (("continue", 1000 - 32 + 1), ("stream", 1)):
-        rows = run(llm, passage_task(kind), [EXACT], tmp_path / f"{kind}.jsonl")
+    for kind, seen in (("continue", False), ("continue", True), ("stream", False)):
+        first = 1 if kind == "stream" else 1000 - 32 + 1
+        rows = run(llm, passage_task(kind), [EXACT], tmp_path / f"{kind}_{seen}.jsonl", seen)
         for row, document in zip(rows, passage_task(kind).documents, strict=True):
             ids = llm.tokenizer.encode(document.context)[:1000]
             logits = np.asarray(llm.model(jnp.asarray([ids]))[0], np.float64)
