@@ -1,8 +1,9 @@
-"""Draws the site's pictures: the tokens that every policy keeps of one short text, two diagrams, and a model's heads.
+"""Draws the site's pictures: the tokens that policies keep of one short text, two diagrams, and a model's heads.
 
     python docs/pictures.py            # all pictures, in docs/images
-    python docs/pictures.py subgen     # the picture of one policy
-    python docs/pictures.py kept       # the picture of docs/kept.md, with SmolLM2-135M
+    python docs/pictures.py kept       # one of `PICTURES`; this one needs SmolLM2-135M
+
+`experiments.render` draws the pictures of results.
 
 The values of the text are unit vectors, one dimension per token. The value of an entry therefore names the tokens that
 it stands for, and the attention output is the attention that each token receives.
@@ -20,7 +21,7 @@ import matplotlib
 import numpy as np
 
 import kvjax
-from kvjax.policy import Policy, Prompt, RepeatedPrompt
+from kvjax.policy import Policy
 from kvjax.registry import POLICIES
 from kvjax.segment import BlockStoreRead
 from kvjax.shared import staging
@@ -41,30 +42,13 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 SETTINGS_BY_POLICY: dict[str, dict[str, Any]] = {
     "balancekv": {"block_size": 16},
-    "balancekv_theory": {
-        "budget": 60,
-        "value_exponents": (0, 0),
-        "c": 1.0,
-        "light_values": 0,
-        "self_normalization": 0.0,
-    },
-    "cam": {"budget": 14},  # tokens leave while they still receive attention
     "clusterkv": {"block_size": 1, "full_layers": 0},
     "h2o": {"recent": 16},
-    "kvgrad": {"chunk_tokens": TOKENS},
-    "kvzip": {"chunk_tokens": TOKENS},
     "snapkv": {"recent": 0},
-    "pyramidkv": {"recent": 0},
     # All values have the same norm, so that light tokens have no meaning.
     "subgen": {"light_values": 0, "self_normalization": 0.0, "samples": 21, "clusters": 7},
 }
-KEPT, MERGED, STAGED, STORED, EXACT = (
-    "#2667a8",
-    ("#e08e45", "#c2513f", "#8d6bb0", "#5a9e6f", "#b58a2c"),
-    "#888888",
-    "#e3e7ec",
-    "#222222",
-)
+KEPT, MERGED, STAGED, STORED, ARROW = "#2667a8", "#e08e45", "#888888", "#e3e7ec", "#222222"
 # Compilation takes most of the time.
 FAST_COMPILATION = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # Rows of the overview.
@@ -131,16 +115,6 @@ def fill_cache(policy: Policy, text: Text) -> kvjax.Cache:
     )  # fmt: skip
     init = jax.jit(lambda keys: kvjax.init(policy, spec, keys), compiler_options=FAST_COMPILATION)
     cache = init(jax.random.split(jax.random.key(0), 1))
-    # Each query of the repetition attends to its own token.
-    repeated = RepeatedPrompt(2 * text.keys[:, :PROMPT], text.keys[:, :PROMPT], jnp.array([[PROMPT]]))
-    requires = cache.policy.requires.repetition
-    if requires is not None and requires.weights != "none":
-        # The output depends twice as much on the tokens of the passage with the needle.
-        begin, end = np.cumsum([0, *(size for _, size in PASSAGES)])[2:4]
-        weights = 1.0 + (np.arange(PROMPT) >= begin) * (np.arange(PROMPT) < end)
-        value_norms = jnp.ones((1, 1, PROMPT))
-        repeated = dataclasses.replace(repeated, query_weights=jnp.asarray(weights[None]), value_norms=value_norms)
-    scores = predict_scores(text, repeated) if cache.policy.requires.predicted_scores else None
     prefill = jax.jit(kvjax.prefill, compiler_options=FAST_COMPILATION)
     step = jax.jit(kvjax.step, compiler_options=FAST_COMPILATION)
     cache, _ = prefill(
@@ -149,27 +123,10 @@ def fill_cache(policy: Policy, text: Text) -> kvjax.Cache:
         text.values[:, :PROMPT],
         jnp.array([PROMPT]),
         kvjax.prompt_queries(cache.policy, text.queries[:, :PROMPT]),
-        repeated=None if requires is None else repeated,
-        predicted_scores=scores,
     )
     for token in range(PROMPT, TOKENS):
         _, cache = step(cache, *(x[:, token : token + 1] for x in (text.queries, text.keys, text.values)))
     return cache
-
-
-def predict_scores(text: Text, repeated: RepeatedPrompt) -> jax.Array:
-    """Returns the log scores of KVzip with noise, as a linear map predicts them.
-
-    Args:
-        text: keys and values of one head.
-        repeated: repetition of the prompt.
-
-    Returns:
-        Log scores [1, 1, PROMPT].
-    """
-    keys, values = (x[:, :PROMPT].swapaxes(1, 2) for x in (text.keys, text.values))
-    received = make_policy("kvzip").score(Prompt(keys, values, jnp.array([PROMPT]), repeated=repeated))
-    return jnp.log(received) + jax.random.normal(jax.random.key(0), received.shape) / 2
 
 
 class Entries(NamedTuple):
@@ -215,45 +172,11 @@ def read_entries(cache: kvjax.Cache, question: jax.Array) -> Entries:
     return Entries(np.array(shares), np.array(weight), stored)
 
 
-def draw_policy(name: str, text: Text) -> None:
-    """Draws the weight of every token's value, and below it the attention of the question.
-
-    Args:
-        name: registered name of the policy, and name of the image.
-        text: the text that the cache receives.
-    """
-    cache = fill_cache(make_policy(name), text)
-    entries = read_entries(cache, text.question)
-    exact = np.asarray(jax.nn.softmax(text.keys[0, :, 0] @ text.question[0, 0, 0] / np.sqrt(HEAD_DIM)))
-    attended = np.asarray(kvjax.normalize(kvjax.attend(cache, text.question))[0, 0, 0])
-    error = np.linalg.norm(attended - exact) / np.linalg.norm(exact)
-
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(9, 3.3), height_ratios=(3, 2), sharex=True, layout="constrained"
-    )
-    _draw_weights(above, entries, int(cache.counters.count[0]))
-    above.set_title(f"{name}: {_summarize(entries)}", loc="left", fontsize=10)
-    tokens = np.arange(TOKENS)
-    below.bar(tokens, exact, width=1.0, color=STORED, label="exact")
-    below.plot(tokens, attended, ".", markersize=3.5, color="#c2513f", label=f"{name} (error {error:.2f})")
-    below.set(xlim=(-1, TOKENS), xlabel="token", ylabel="attention", ylim=(0, 1.15 * max(exact.max(), attended.max())))
-    below.legend(loc="upper right", fontsize=8, frameon=False)
-    below.annotate("needle", (NEEDLE, 0.92 * exact[NEEDLE]), (NEEDLE + 2, 0.92 * exact[NEEDLE]), fontsize=8)
-    for axis in (above, below):
-        axis.spines[["top", "right"]].set_visible(False)
-    _save(figure, name)
-
-
-def draw_overview(text: Text) -> None:
-    """Draws one row per policy with the weight of every token.
-
-    Args:
-        text: the text that every cache receives.
-    """
+def draw_overview() -> None:
+    """Draws one row per policy with the weight of every token."""
+    text = make_text()
     figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
-    blue, orange, pale, grey = (
-        np.array(matplotlib.colors.to_rgb(color)) for color in (KEPT, MERGED[0], STORED, STAGED)
-    )
+    blue, orange, pale, grey = (np.array(matplotlib.colors.to_rgb(color)) for color in (KEPT, MERGED, STORED, STAGED))
     image = np.ones((len(OVERVIEW), TOKENS, 3))
     for row, name in enumerate(OVERVIEW):
         cache = fill_cache(make_policy(name), text)
@@ -276,46 +199,10 @@ def draw_overview(text: Text) -> None:
     axis.set_xticks([*starts, NEEDLE], [*map(str, starts), "needle"])
     axis.tick_params(length=0)
     axis.spines[:].set_visible(False)
-    patches = {"kept": KEPT, "merged": MERGED[0], "stored, not read": STORED, "staged": STAGED}
+    patches = {"kept": KEPT, "merged": MERGED, "stored, not read": STORED, "staged": STAGED}
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in patches.values()]
     figure.legend(handles, patches, loc="outside upper right", ncols=4, fontsize=8, frameon=False)
     _save(figure, "overview")
-
-
-def _draw_weights(axis: plt.Axes, entries: Entries, staged: int) -> None:
-    """Draws the weight of every token, stacked by entry."""
-    axis.bar(np.flatnonzero(entries.stored), 1.0, width=0.9, color=STORED)
-    bottom, merged = np.zeros(TOKENS), 0
-    order = np.argsort(entries.shares.argmax(axis=1), kind="stable") if len(entries.shares) else []
-    for shares, weight in ((entries.shares[entry], entries.weight[entry]) for entry in order):
-        members = np.flatnonzero(shares > 1e-3)
-        color = KEPT if shares.max() > 0.99 else MERGED[merged % len(MERGED)]
-        axis.bar(members, weight * shares[members], bottom=bottom[members], width=0.9, color=color)
-        bottom[members] += weight * shares[members]
-        merged += len(members) > 1
-    axis.bar(np.arange(TOKENS - staged, TOKENS), 1.0, width=0.9, color=STAGED)
-    top = max(1.3, min(1.1 * bottom.max(), 12))
-    # The passages; those on one topic have one color.
-    for number, (topic, length) in enumerate(PASSAGES):
-        first = sum(tokens for _, tokens in PASSAGES[:number])
-        axis.barh(-0.07 * top, length - 0.4, left=first - 0.3, height=0.07 * top, color=plt.get_cmap("Pastel2")(topic))
-        axis.text(first, -0.075 * top, f"topic {topic + 1}", va="center", fontsize=6)
-    axis.plot(NEEDLE, -0.075 * top, "v", color=EXACT, markersize=4)
-    axis.set(ylim=(-0.12 * top, top), ylabel="weight")
-
-
-def _summarize(entries: Entries) -> str:
-    """Describes the entries in words."""
-    single = entries.shares.max(axis=1) > 0.99 if len(entries.shares) else np.zeros(0, bool)
-    weighted = single & (np.abs(entries.weight - 1) > 1e-3)
-    parts = [f"{int((single & ~weighted).sum())} tokens"]
-    if weighted.any():
-        parts.append(f"{int(weighted.sum())} weighted tokens")
-    if (~single).any():
-        parts.append(f"{int((~single).sum())} means")
-    if entries.stored.any():
-        parts.append(f"{int(entries.stored.sum())} stored")
-    return f"{', '.join(parts)}; 8 staged"
 
 
 # --- diagrams ---
@@ -371,7 +258,7 @@ def draw_staging() -> None:
 
     buffer(0, 1, "the policy's state", 16, 16, KEPT)
     end = buffer(20, 1, "staging buffer: compact_every slots", 8, 5, STAGED)
-    arrow = {"arrowstyle": "->", "color": EXACT, "linewidth": 1.2}
+    arrow = {"arrowstyle": "->", "color": ARROW, "linewidth": 1.2}
     axis.annotate("", (end - 2.7, 1.45), (end + 1.6, 1.45), arrowprops=arrow)
     axis.text(end + 1.8, 1.45, "a new token\nper decode step", va="center", fontsize=9)
     axis.annotate("", (8, 0.85), (24, 0.85), arrowprops=arrow | {"connectionstyle": "arc3,rad=-0.25"})
@@ -406,20 +293,20 @@ def _save(figure: plt.Figure, name: str) -> None:
     plt.close(figure)
 
 
+PICTURES = {
+    "idea_segments": draw_segments,
+    "idea_staging": draw_staging,
+    "overview": draw_overview,
+    "kept": draw_kept,
+}
+
+
 def main(names: list[str]) -> None:
-    """Draws the pictures of the named policies, or "kept"; without names, all pictures."""
-    if unknown := set(names) - {"kept", *POLICIES}:
-        sys.exit(f"unknown policies {', '.join(sorted(unknown))}; choose from {', '.join(POLICIES)}")
-    if not names:
-        draw_segments()
-        draw_staging()
-        draw_overview(make_text())
-    for name in names or ("kept", *POLICIES):
-        if name == "kept":
-            draw_kept()
-        else:
-            draw_policy(name, make_text())
-        jax.clear_caches()
+    """Draws the named pictures; without names, all."""
+    if unknown := set(names) - set(PICTURES):
+        sys.exit(f"unknown pictures {', '.join(sorted(unknown))}; choose from {', '.join(PICTURES)}")
+    for name in names or PICTURES:
+        PICTURES[name]()
 
 
 if __name__ == "__main__":

@@ -237,9 +237,10 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(f"# {title}\n\n{text}" for title, text in tables.items() if text)
 
 
-def table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a table of `TABLES` in Markdown; nothing if no row belongs to it."""
+def table(title: str, rows: Sequence[Mapping[str, Any]], shown: Sequence[str] | None = None) -> str:
+    """Returns a table of `TABLES` in Markdown, or only its columns `shown`; nothing if no row belongs to it."""
     measure, columns = TABLES[title]
+    columns = columns if shown is None else tuple(shown)
     chosen = [row for row in rows if row.get("measure", "kernel") == measure]
     if measure == "probe":
         kept = ("measure", "property")

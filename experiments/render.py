@@ -1,433 +1,416 @@
-"""Renders pages of the papers' results: the paper's numbers, the command, measured rows and a verdict per claim.
+"""Writes the tables and pictures of README and of the results' pages from the rows in `results/`.
 
-    python -m experiments.render --rows experiments/results/rows.jsonl
+    python -m experiments.render
 
-`papers/*.toml` lists every table and figure of a paper. A verdict compares measured rows: a claim holds if all paired
-differences are significantly positive; it does not hold if one is significantly negative; otherwise the difference is
-not significant. Tasks at the floor, in which all compressed caches have scores near 0, have no verdict. A result
-without rows is "not run". A result with `profile` has a second verdict: of the same policies with the heads of the
-model's profile, at equal bytes.
+A page has markers, `<!-- render: NAME -->` and `<!-- end -->`, between which this command writes a table or links to
+pictures (`BLOCKS`). Rows that are added to `results/*.jsonl.gz` need no change of a page. Pages have values only;
+`results/intervals.csv` has all settings with 95% intervals.
 """
 
+import csv
 import dataclasses
 import json
 import pathlib
 import re
-import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from experiments import device, summarize
+from experiments import claims, device, result_figures, summarize
 from experiments.common import ROOT, caches, plots
 from experiments.common.console import markdown_table
-from experiments.common.flags import Flags, repeatable, run_command
-from experiments.common.output import as_text, figure, figure_table
+from experiments.common.flags import Flags, run_command
+from experiments.common.output import figure_table
 from experiments.common.rows import Row, read_rows
-from experiments.common.statistics import Estimate, mean_interval
+from experiments.result_figures import Cell
 from experiments.tasks import RULER
 
+RESULTS = ROOT / "experiments" / "results"
 PAPERS = ROOT / "experiments" / "papers"
-DIRECTORY = ROOT / "docs" / "papers"
+IMAGES = ROOT / "docs" / "images"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "results").glob("*.md")), RESULTS / "README.md")
+MARKERS = re.compile(r"(<!-- render: ([^\n]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-
-WITH_PROFILE = (
-    "**With the profile.** The same comparison with `heads=auto`: in all policies the heads that retrieve keep every\n"
-    "token, and all bytes together are equal. The question is not part of the compressed text."
-)
-
-
-class Shown(NamedTuple):
-    """The rows that a page shows: patterns of their columns."""
-
-    settings: tuple[str, ...] = ("*",)
-    tasks: str = "*"
-    question: str = "*"
-    tokens: str = "*"
-    older: bool = True  # also rows of budgets that include question and answer
-
-    def matches(self, row: Row) -> bool:
-        """Returns whether the page shows a `row`."""
-        setting = any(fnmatch(row.setting, pattern) for pattern in self.settings)
-        return (
-            setting
-            and (self.older or row.is_of_text)
-            and all(
-                fnmatch(str(value), pattern)
-                for value, pattern in ((row.task, self.tasks), (row.question, self.question), (row.tokens, self.tokens))
-            )
-        )
-
-
-SYSTEMS = ("subgen_mean", "clustergen", "balancekv", "clusterkv", "chelsea")  # of the four papers
-
-# Pages with tables between markers.
-PAGES = {
-    ROOT / "README.md": Shown(
-        (
-            "exact",
-            "auto @ *",
-            *(f"{name}:heads=auto @ 25%, int8" for name in SYSTEMS),
-            *(f"{name} @ 25%" for name in SYSTEMS),
-        ),
-        "facts",
-        "unseen",
-        "1024",
-        older=False,
-    ),
-    ROOT / "docs" / "results.md": Shown(),
+# The systems of the five papers, with the policy that is the published one.
+SYSTEMS = {
+    "subgen": "SubGen",
+    "clustergen": "ClusterGen",
+    "balancekv": "BalanceKV",
+    "clusterkv": "ClusterKV",
+    "chelsea": "Chelsea",
 }
-PICTURE = ROOT / "docs" / "images" / "score_by_bytes.png"  # of the table with most settings
-_MARKED = re.compile(r"(<!-- Written by experiments.render: -->\n).*?(<!-- End of the results. -->)", re.DOTALL)
-_DEVICE = re.compile(r"(<!-- ([^\n]+) of (\S+\.jsonl): -->\n).*?(<!-- End of the rows. -->)", re.DOTALL)
-_FIGURES = re.compile(r"(<!-- (\S+) of (\S+\.json): -->\n).*?(<!-- End of the figures. -->)", re.DOTALL)
-HOLDS, FAILS, UNCLEAR, NOT_RUN = "holds", "does not hold", "not significant", "not run"
-FLOOR = 0.2  # largest mean score at the floor of a task
-AT_FLOOR = (
-    f"Every compressed cache scores at most {FLOOR}, the floor of this task. The order of such scores says little, and "
-    "the\nverdict does not use it."
-)
+NAMES = {
+    "exact": "full cache",
+    "auto": "auto",
+    **SYSTEMS,
+    "subgen_mean": "SubGen, means",
+    "balancekv_theory": "BalanceKV, theory",
+    "snapkv": "SnapKV",
+    "kvzip": "KVzip",
+    "kvzap": "KVzap",
+    "h2o": "H2O",
+    "pyramidkv": "PyramidKV",
+    "streaming_llm": "StreamingLLM",
+    "uniform": "uniform sample",
+    "quest": "Quest",
+    "infinigen": "InfiniGen",
+    "cam": "CaM",
+}
+# The published form, where the default settings differ from it.
+PUBLISHED = {"subgen:light_values=0,self_normalization=0.0": "subgen"}
+ALL_TOKENS = ("exact", "auto", "clusterkv", "quest", "infinigen")  # the model's profile changes nothing
+MIN_PRESS_DOCUMENTS = 5  # of a press in the comparison with kvpress
+CSV_COLUMNS = (
+    "model", "task", "tokens", "question", "dtype", "metric", "setting", "held", "question_and_answer", "read",
+    "score", "low", "high", "minus_full_cache", "minus_low", "minus_high", "documents", "errors",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Options(Flags):
     """Options of the renderer."""
 
-    rows: tuple[str, ...] = repeatable()  # Files of rows; by default experiments/results/*.jsonl.gz.
-    figures_dir: str = str(ROOT / "experiments" / "results")  # Directory of other experiments' figures.
-    output_dir: str = str(DIRECTORY)  # Directory of the pages; README and other pages are written with the default.
+    output_dir: str = str(ROOT)  # Directory like the checkout, to which pages and pictures are written.
+
+
+class Results(NamedTuple):
+    """What is measured: rows of `experiments.evaluate`, and cells of tables."""
+
+    rows: list[Row]
+    cells: list[Cell]
 
 
 def main(options: Options) -> None:
-    """Writes a page per paper."""
-    default = (ROOT / "experiments" / "results").glob("*.jsonl.gz")
-    rows = read_rows(map(pathlib.Path, options.rows) if options.rows else sorted(default))
-    directory = pathlib.Path(options.output_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    for path in sorted(PAPERS.glob("*.toml")):
-        paper = tomllib.loads(path.read_text(encoding="utf-8"))
-        page = render(paper, rows, pathlib.Path(options.figures_dir))
-        (directory / f"{path.stem}.md").write_text(page, encoding="utf-8")
-        print(directory / f"{path.stem}.md")
-    if directory == DIRECTORY:
-        for path, shown in PAGES.items():
-            page = with_figures(path.read_text(encoding="utf-8"), pathlib.Path(options.figures_dir))
-            path.write_text(with_results(page, rows, shown), encoding="utf-8")
-        tables = [table for of_group in _by_group(rows).values() for table in summarize.summarize(of_group)]
-        plots.save(score_figure(max(tables, key=lambda table: len(table.lines))), PICTURE)
+    """Writes pages, pictures and the file of intervals."""
+    results = read_results()
+    root = pathlib.Path(options.output_dir)
+
+    def write(path: pathlib.Path, text: str) -> None:
+        target = root / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+        print(target)
+
+    for path in PAGES:
+        write(path, render(path.read_text(encoding="utf-8"), results))
+    write(RESULTS / "intervals.csv", intervals(results.rows))
+    for name, figure in figures(results).items():
+        plots.save(figure, root / IMAGES.relative_to(ROOT) / name)
 
 
-def _by_group(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Returns the rows of each task; all tasks of RULER are one group."""
-    groups: dict[str, list[Row]] = {}
+def read_results(paths: Iterable[pathlib.Path] | None = None) -> Results:
+    """Returns all rows and their cells."""
+    rows = read_rows(sorted(RESULTS.glob("*.jsonl.gz")) if paths is None else paths)
+    return Results(rows, make_cells(rows))
+
+
+def render(page: str, results: Results) -> str:
+    """Returns a page with the tables between its markers.
+
+    Raises:
+        KeyError: if a marker names no block.
+    """
+
+    def block(match: re.Match[str]) -> str:
+        name, _, argument = match[2].partition(" ")
+        return f"{match[1]}\n{BLOCKS[name](argument, results)}\n{match[3]}"
+
+    return MARKERS.sub(block, page)
+
+
+def figures(results: Results) -> dict[str, plots.plt.Figure]:
+    """Returns the pictures by file name."""
+    cells = results.cells
+    pictures = {f"matrix_{model}.png": result_figures.matrix(of_model(cells, model), model) for model in models(cells)}
+    front = [cell for cell in cells if (cell.model, cell.task, cell.tokens, cell.question) == FRONT]
+    return pictures | {"score_by_bytes.png": result_figures.score_by_bytes(front, SYSTEMS.values())}
+
+
+FRONT = ("smollm2-135m", "facts", 1024, "unseen")  # model, task, tokens and question of the picture of README
+
+
+# Cells: one per policy, budget and task.
+
+
+def policy_of(text: str) -> tuple[str, bool] | None:
+    """Returns the name of a policy in tables, and whether it has the heads of the model's profile.
+
+    Args:
+        text: the policy of a row.
+
+    Returns:
+        None for a policy with other settings than those, which tables leave out.
+    """
+    if text.startswith("kvpress "):
+        return text, False
+    name, _, settings = PUBLISHED.get(text, text).partition(":")
+    others = {one for one in settings.split(",") if one and not one.startswith("compact_every=")}
+    return (NAMES.get(name, name), bool(others)) if others <= {"heads=auto"} and " " not in name else None
+
+
+def make_cells(rows: Iterable[Row]) -> list[Cell]:
+    """Returns the cells of tables: settings with a budget in percent, and the full cache.
+
+    Rows of version 0.3 whose budgets include question and answer, although the question is not part of the text, are
+    left out, except those of kvpress. Of several settings for one cell, the one with most documents counts.
+    """
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault("RULER" if row.task.partition(":")[0] in RULER else row.task, []).append(row)
-    return groups
+        is_press = row.policy.startswith("kvpress ")
+        if row.is_of_text or row.question == "seen" or is_press:
+            group = "RULER" if row.task.partition(":")[0] in RULER else row.task
+            groups.setdefault((row.model, group, row.tokens, row.question, row.dtype, row.metric), []).append(row)
+    best: dict[tuple[Any, ...], Cell] = {}
+    for (model, task, tokens, question, _, metric), of_group in groups.items():
+        policies = {row.setting: row for row in of_group}
+        full = _mean_bytes(of_group)
+        for line in _lines(of_group):
+            row = policies[line.setting]
+            named = policy_of(row.policy)
+            has_budget = row.policy == caches.FULL or (row.budget or "").endswith("%")
+            if named is None or line.mean is None or not has_budget:
+                continue
+            budget = float((row.budget or "100%").rstrip("%"))
+            cell = Cell(model, task, tokens, question, metric, *named, budget, line, line.held * full)
+            key = (*cell[:7], budget)
+            # A cell whose PUBLISHED form is measured shows that form.
+            if key not in best or (row.policy in PUBLISHED, cell.line.documents) > best[key][0]:
+                best[key] = ((row.policy in PUBLISHED, cell.line.documents), cell)
+    return [cell for _, cell in best.values()]
 
 
-def with_results(page: str, rows: Sequence[Row], shown: Shown) -> str:
-    """Returns a page with the tables of rows between its markers.
-
-    Tasks with a low score of the full cache are listed after the tables (see `summarize`).
-
-    Args:
-        page: the page in Markdown.
-        rows: measured rows.
-        shown: the rows that the page shows.
-
-    Returns:
-        The page.
-    """
-    text, left_out = "", dict[str, float]()
-    for group, of_group in _by_group(filter(shown.matches, rows)).items():
-        for table in summarize.summarize(of_group):
-            left_out |= {f"{task}, {table.title}": score for task, score in table.left_out.items()}
-            if counted := [task for task in table.tasks if task not in table.left_out]:
-                columns, lines = summarize.cells(table._replace(tasks=counted), caches.FULL)
-                text += f"\n{group}, {table.title}:\n\n{markdown_table(columns, lines)}"
-    if left_out:
-        names = markdown_table(("task", "score"), [(task, f"{score:.2f}") for task, score in left_out.items()])
-        text += f"\nTasks that the full cache does not solve, which say little about compressed caches:\n\n{names}"
-    return _MARKED.sub(lambda match: f"{match[1]}{text}\n{match[2]}", page)
+def _lines(rows: Sequence[Row]) -> list[summarize.Line]:
+    """Returns the lines of rows of one group; rows of kvpress are paired with the same documents' full cache."""
+    of_text = [dataclasses.replace(row, tail_fraction=None) for row in rows]
+    return [line for table in summarize.summarize(of_text) for line in table.lines]
 
 
-def with_figures(page: str, directory: pathlib.Path) -> str:
-    """Returns a page with tables of figures between markers, which name the metrics and the file in a `directory`.
-
-    Tables of rows of `experiments.device` have markers that name the table.
-    """
-
-    def table(match: re.Match[str]) -> str:
-        metrics = match[2].split(",")
-        figures = [one for one in json.loads((directory / match[3]).read_text()) if one["metric"] in metrics]
-        figures.sort(key=lambda one: metrics.index(one["metric"]))
-        return f"{match[1]}\n{markdown_table(*figure_table(figures, 'setting'))}\n{match[4]}"
-
-    def device_table(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{device.table(match[2], device.read_rows(directory / match[3]))}\n{match[4]}"
-
-    return _DEVICE.sub(device_table, _FIGURES.sub(table, page))
+def _mean_bytes(rows: Iterable[Row]) -> float:
+    """Returns the bytes of a full bfloat16 cache of a text; NaN without rows of the full cache."""
+    full = [row for row in rows if row.policy == caches.FULL and row.cache_fraction]
+    sizes = [row.device_bytes / row.cache_fraction / (2 if row.dtype == "float32" else 1) for row in full]
+    return sum(sizes) / len(sizes) if sizes else float("nan")
 
 
-def score_figure(table: summarize.Table) -> plots.plt.Figure:
-    """Draws the mean score of every policy against the bytes that its cache holds.
-
-    Args:
-        table: the table.
-
-    Returns:
-        The figure, with the presses of kvpress in grey; low scores have no names, which would overlap.
-    """
-    figure, axes = plots.plt.subplots(figsize=(8.5, 4.2))
-    by_policy: dict[str, list[summarize.Line]] = {}
-    for line in table.lines:
-        if line.mean is not None:
-            by_policy.setdefault(line.setting.partition(" @ ")[0], []).append(line)
-    for policy, lines in by_policy.items():
-        lines.sort(key=lambda line: line.held)
-        held, scores = [100 * line.held for line in lines], [line.mean.value for line in lines if line.mean]
-        if policy.startswith("kvpress "):
-            axes.plot(held, scores, color="0.7", marker="o", markersize=4, zorder=1)
-            name = policy if scores[-1] > 0.4 else ""
-            axes.annotate(name, (held[-1], scores[-1]), (5, -3), textcoords="offset points", fontsize=7, color="0.4")
-        else:
-            axes.plot(held, scores, marker="o", markersize=4, zorder=3, label=policy)
-    axes.set(xscale="log", xlabel="bytes held, % of a full bfloat16 cache", ylabel="mean score", ylim=(-0.03, 1.03))
-    axes.set_xticks(ticks := [3.1, 6.25, 12.5, 25, 50, 100], [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
-    axes.set_title(table.title, fontsize=9)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8, frameon=False)
-    return figure
+def models(cells: Iterable[Cell]) -> list[str]:
+    """Returns the models of cells, the ones with most cells first."""
+    counts: dict[str, int] = {}
+    for cell in cells:
+        counts[cell.model] = counts.get(cell.model, 0) + 1
+    return sorted(counts, key=lambda model: -counts[model])
 
 
-def render(paper: Mapping[str, Any], rows: Sequence[Row], figures_dir: pathlib.Path) -> str:
-    """Returns the page of a paper.
+def of_model(cells: Iterable[Cell], model: str) -> list[Cell]:
+    """Returns the cells of a matrix: those of a model, without kvpress, of tasks with a compressed cache."""
+    chosen = [cell for cell in cells if cell.model == model and not cell.policy.startswith("kvpress ")]
+    compressed = {cell.column for cell in chosen if cell.policy != "full cache"}
+    return [cell for cell in chosen if cell.column in compressed]
 
-    Args:
-        paper: content of its TOML file.
-        rows: measured rows.
-        figures_dir: directory of other experiments' figures.
 
-    Returns:
-        The page in Markdown.
-    """
-    sections, overview = [], []
-    for result in paper["results"]:
-        verdict, measured = evaluate_claim(result, rows, figures_dir)
-        section = _section(result, verdict, measured)
-        with_profile = "-"
-        if "profile" in result:
-            with_profile, measured = evaluate_claim({"compare": result["profile"]}, rows, figures_dir)
-            section += f"\n{WITH_PROFILE} **Verdict:** {with_profile}.\n"
-            section += f"\nMeasured:\n\n{measured}" if measured else ""
-        overview.append((result["name"], result["claim"], verdict, with_profile))
-        sections.append(section)
-    head = (
-        f"# {paper['title'].partition(':')[0]}\n\n[{paper['title']}]({paper['link']}). {paper['settings']}\n\n"
-        "This page lists every table and figure of the paper, with the paper's numbers and measurements of kvjax on\n"
-        "pretrained models. `python -m experiments.render` writes it.\n\n"
+# Blocks of pages.
+
+
+def systems_table(_: str, results: Results) -> str:
+    """Returns the table of README: the papers' systems at a quarter of the bytes."""
+    _, task, tokens, question = FRONT
+    measured = {
+        (cell.model, cell.policy, cell.has_profile): cell
+        for cell in results.cells
+        if (cell.task, cell.tokens, cell.question) == (task, tokens, question) and cell.budget in (25, 100)
+    }
+    others = ("qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b", "gemma-3-270m")
+    shown = [model for model in others if any(key[0] == model for key in measured)][:2]
+    gpu = {
+        row["setting"].partition(" @ ")[0]: row
+        for row in device.read_rows(RESULTS / "h200.jsonl")
+        if row.get("measure") == "latency" and row["context_tokens"] == 131072 and row["rows"] == 1
+    }
+    columns = ["", "cache", f"{FRONT[0]}, as published", *(f"{model}, profile" for model in (FRONT[0], *shown))]
+    lines = []
+    for policy in ("exact", "auto", *SYSTEMS):
+        name = NAMES[policy]
+
+        def score(model: str, has_profile: bool, name: str = name) -> str:
+            cell = measured.get((model, name, has_profile))
+            return "-" if cell is None else f"{cell.line.mean.value:.2f}"
+
+        is_equal = policy in ALL_TOKENS
+        size = measured.get((FRONT[0], name, not is_equal)) or measured.get((FRONT[0], name, False))
+        gpu_row = gpu.get(policy, {})
+        lines.append(
+            (
+                "full cache" if policy == "exact" else f"`{policy}`" if policy == "auto" else name,
+                f"{size.bytes / 1e6:.1f} MB" if size else "-",
+                score(FRONT[0], False),
+                *(score(model, not is_equal) for model in (FRONT[0], *shown)),
+                f"{gpu_row['ms_per_token'][0]:.1f} ms" if gpu_row else "-",
+                f"{gpu_row['prefill_seconds'] + gpu_row['compress_seconds']:.1f} s" if gpu_row else "-",
+            )
+        )
+    return markdown_table((*columns, "per token", "prefill"), lines)
+
+
+def matrix_images(_: str, results: Results) -> str:
+    """Returns the pictures of all models."""
+    return "\n".join(
+        f"![Scores of {model} by policy, budget and task](../images/matrix_{model}.png)\n"
+        for model in models(results.cells)
+        if of_model(results.cells, model)
     )
-    columns = ("result", "claim", "as published", "with the profile")
-    return head + markdown_table(columns, overview).replace("---:", "---") + "".join(sections)
 
 
-def _section(result: Mapping[str, Any], verdict: str, measured: str) -> str:
-    """Returns the section of a table or figure."""
-    text = f"\n## {result['name']}\n\n{result['title']}.\n\n**Claim.** {result['claim']} **Verdict:** {verdict}.\n"
-    if "note" in result:
-        text += "\n" + textwrap.fill(result["note"], 120, break_long_words=False, break_on_hyphens=False) + "\n"
-    if "rows" in result:
-        text += f"\nThe paper's numbers:\n\n{markdown_table(result['columns'], result['rows'])}"
-    if measured:
-        text += f"\nMeasured:\n\n{measured}"
-    if "command" in result:
-        command = result["command"].replace("; ", "\n    ")
-        text += f"\nCommand:\n\n    {command}\n"
-    if "needs" in result:
-        text += f"\nThe paper's setting was not run. It needs {result['needs']}.\n"
-    return text
+def unsolved_tasks(_: str, results: Results) -> str:
+    """Returns the tasks that the full cache does not solve, which say little about compressed caches."""
+    left_out: dict[str, float] = {}
+    for table in summarize.summarize(results.rows):
+        model = table.title.partition(",")[0]
+        left_out |= {f"`{task}` of {model} ({score:.2f})": score for task, score in table.left_out.items()}
+    return ", ".join(sorted(left_out)) + "."
 
 
-def evaluate_claim(result: Mapping[str, Any], rows: Sequence[Row], figures_dir: pathlib.Path) -> tuple[str, str]:
-    """Returns the verdict of a claim and the tables of its measurements.
-
-    Args:
-        result: the table or figure, with checks by kind (`CHECKS`): one or a list.
-        rows: measured rows.
-        figures_dir: directory of other experiments' figures.
-
-    Returns:
-        The verdict of all checks, and Markdown.
-    """
-    differences, text = list[Estimate](), ""
-    for kind, evaluate in CHECKS.items():
-        checks = result.get(kind, [])
-        for check in checks if isinstance(checks, list) else [checks]:
-            found, table = evaluate(check, rows if kind == "compare" else _read_figures(figures_dir / check["file"]))
-            differences += found
-            text += f"\n{table}" if text and table else table
-    return (UNCLEAR if not differences and AT_FLOOR in text else _verdict(differences)), text
-
-
-def _read_figures(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the figures of a file; none if it does not exist."""
-    return json.loads(path.read_text()) if path.exists() else []
-
-
-def _verdict(differences: Sequence[Estimate]) -> str:
-    """Returns the verdict of differences that a claim expects to be positive."""
-    if not differences:
-        return NOT_RUN
-    if any(one.high < 0 for one in differences):
-        return FAILS
-    return HOLDS if all(one.low > 0 for one in differences) else UNCLEAR
-
-
-def _compare_rows(compare: Mapping[str, Any], rows: Sequence[Row]) -> tuple[list[Estimate], str]:
-    """Compares settings by rows of `experiments.evaluate`, for each model and length."""
-    name, others = compare["better"], compare["than"]
-    selected = [
-        row
-        for row in rows
-        if row.question == compare["question"]
-        and row.setting in (caches.FULL, name, *others)
-        and any(fnmatch(row.task, pattern) for pattern in compare["tasks"])
-    ]
-    differences, texts = list[Estimate](), []
-    for table in summarize.summarize(selected):
-        if all(line.setting == caches.FULL for line in table.lines):
-            continue
-        is_loss = table.metric == "nll"
-        columns, lines = summarize.cells(table, caches.FULL)
-        unit = ": nats per token, smaller is better" if is_loss else ""
-        texts.append(f"{table.title}{unit}\n\n{markdown_table(columns, lines)}")
-        found = _paired_differences(table, selected, name, others)
-        if found and not is_loss and _is_at_floor(table):
-            texts.append(f"{AT_FLOOR}\n")
-            continue
-        if found:
-            lines = [[f"{name} minus {other}", pair.fixed("+", digits=3)] for other, pair in found.items()]
-            texts.append(markdown_table(("", "paired difference"), lines))
-            if not is_loss and (score := _mean_score(table, name)) is not None and score <= FLOOR:
-                texts.append(f"{name} scores at most {FLOOR}, the floor of this task.\n")
-        within = compare.get("within")  # with it, the claim is that the settings differ by less
-        differences += [
-            (-pair if is_loss else pair) if within is None else _margin(pair, within) for pair in found.values()
+def kvpress_table(_: str, results: Results) -> str:
+    """Returns the presses with the best scores, at each budget, with `auto` on the same task."""
+    lines = []
+    columns = sorted({cell.column for cell in results.cells if cell.policy.startswith("kvpress ")})
+    for column in columns:
+        of_task = [cell for cell in results.cells if cell.column == column and cell.line.documents]
+        presses = [
+            cell
+            for cell in of_task
+            if cell.policy.startswith("kvpress ") and cell.line.documents >= MIN_PRESS_DOCUMENTS
         ]
-    return differences, "\n".join(texts)
+        for budget in sorted({cell.budget for cell in presses}, reverse=True):
+            best = sorted((one for one in presses if one.budget == budget), key=lambda one: -one.line.mean.value)[:6]
+            own = [one for one in of_task if one.budget == budget and one.policy == "auto"]
+            for cell in (*own, *best):
+                difference = cell.line.difference.fixed("+") if cell.line.difference else "-"
+                lines.append(
+                    (
+                        cell.policy,
+                        f"{cell.model}, {cell.task}",
+                        f"{cell.line.held:.1%}",
+                        f"{cell.line.mean.value:.2f}",
+                        difference,
+                        str(cell.line.documents),
+                    )
+                )
+    return markdown_table(("", "task", "held", "score", "minus the full cache", "documents"), lines)
 
 
-def _paired_differences(
-    table: summarize.Table, rows: Sequence[Row], name: str, others: Sequence[str]
-) -> dict[str, Estimate]:
-    """Returns the differences of a setting to each of the `others` that a table has."""
-    rows = [row for row in rows if (summarize.title_of(row), row.metric) == (table.title, table.metric)]
-    by_setting = {setting: [row for row in rows if row.setting == setting] for setting in (name, *others)}
-    tasks = [task for task in table.tasks if task not in table.left_out]
-    pairs = {other: summarize.paired_differences(by_setting[name], by_setting[other], tasks) for other in others}
-    return {other: pair for other, pair in pairs.items() if pair is not None}
+def papers_tables(_: str, results: Results) -> str:
+    """Returns a table per paper: claims, verdicts as published and with the profile, and what decides them."""
+    text = ""
+    for paper in read_papers():
+        lines, not_run = [], []
+        for result in paper["results"]:
+            verdict, comparisons = claims.evaluate_claim(result, results.rows, RESULTS)
+            with_profile, of_profile = claims.evaluate_claim(
+                {"compare": result.get("profile", [])}, results.rows, RESULTS
+            )
+            if verdict == with_profile == claims.NOT_RUN:
+                not_run.append(result["name"])
+                continue
+            lines.append(
+                (
+                    result["name"],
+                    result["claim"].rstrip("."),
+                    _verdict(verdict, comparisons),
+                    _verdict(with_profile, of_profile) if "profile" in result else "-",
+                )
+            )
+        columns = ("result", "claim", "as published", "with the profile")
+        name = SYSTEMS[paper["policy"]]
+        text += f"## [{name}]({paper['link']})\n\n"
+        text += markdown_table(columns, lines).replace("---:", "---")
+        text += f"\nNot run: {', '.join(not_run)}.\n\n" if not_run else "\n"
+    return text.rstrip("\n") + "\n"
 
 
-def _mean_score(table: summarize.Table, setting: str) -> float | None:
-    """Returns the mean score of a setting; None without one."""
-    return next((line.mean.value for line in table.lines if line.setting == setting and line.mean), None)
+def _verdict(verdict: str, comparisons: Sequence[claims.Comparison]) -> str:
+    """Returns a verdict with the comparison that decides it."""
+    one = claims.deciding(comparisons)
+    return verdict if one is None else f"{verdict}: {one.value:.3g}, {one.other:.3g} ({one.case})"
 
 
-def _is_at_floor(table: summarize.Table) -> bool:
-    """Returns whether the mean scores of all compressed caches are at most `FLOOR`."""
-    return all(line.setting == caches.FULL or (line.mean and line.mean.value <= FLOOR) for line in table.lines)
+def read_papers() -> list[dict[str, Any]]:
+    """Returns the contents of `papers/*.toml`, in the order of `SYSTEMS`."""
+    paths = (PAPERS / f"{policy}.toml" for policy in SYSTEMS)
+    return [tomllib.loads(path.read_text(encoding="utf-8")) | {"policy": path.stem} for path in paths]
 
 
-def _margin(difference: Estimate, within: float) -> Estimate:
-    """Returns by how much the size of a difference is below `within`."""
-    bounds = sorted((abs(difference.low), abs(difference.high)))
-    smallest = 0.0 if difference.low < 0 < difference.high else bounds[0]
-    return Estimate(within - abs(difference.value), within - bounds[1], within - smallest)
+def papers_commands(_: str, results: Results) -> str:
+    """Returns the commands of the papers' results."""
+    commands: dict[str, list[str]] = {}
+    for paper in read_papers():
+        for result in paper["results"]:
+            for command in filter(None, result.get("command", "").split("; ")):
+                commands.setdefault(command, []).append(f"{SYSTEMS[paper['policy']]}, {result['name']}")
+    return "\n".join(f"# {'; '.join(names)}\n{command}\n" for command, names in commands.items()).join(
+        ("```\n", "```\n")
+    )
 
 
-def _compare_figures(compare: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> tuple[list[Estimate], str]:
-    """Compares two settings in every case that both have: seed by seed if the figures have samples."""
-    cases: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for one in figures:
-        if one["metric"] == compare["metric"] and one["setting"] in (compare["better"], compare["than"]):
-            case = str(one.get("case", f"{one.get('model')}, {one.get('context_tokens')} tokens"))
-            if case in compare.get("cases", [case]):
-                cases.setdefault(case, {})[one["setting"]] = one
-    # With a factor, the claim is about this multiple of the other setting's value.
-    sign, factor = 1 if compare.get("larger") else -1, compare.get("factor", 1.0)
-    cases = {case: found for case, found in cases.items() if len(found) == 2}
-    if compare.get("mean") and cases:  # The verdict is of the mean over the cases; the table has all of them.
-        cases["mean"] = {setting: _mean_of_cases(cases, setting) for setting in (compare["better"], compare["than"])}
-    differences, lines = list[Estimate](), list[list[str]]()
-    columns: tuple[str, ...] = (compare["metric"], compare["better"], compare["than"])
-    for case, found in cases.items():
-        better, other = found[compare["better"]], found[compare["than"]]
-        line = [case, as_text(better), as_text(other)]
-        if "samples" in better and "samples" in other:
-            pair = mean_interval(np.asarray(better["samples"]) - factor * np.asarray(other["samples"]))
-            line.append(str(pair))
-            columns = (*columns[:3], "paired difference")
-        else:  # Disjoint intervals are a significant difference.
-            bounds = better["low"] - factor * other["high"], better["high"] - factor * other["low"]
-            pair = Estimate(better["value"] - factor * other["value"], *bounds)
-        differences.append(pair if sign > 0 else -pair)
-        lines.append(line)
-    if compare.get("mean"):
-        differences = differences[-1:]
-    if compare.get("shown_only"):
-        differences = []
-    return differences, markdown_table(columns, lines) if lines else ""
+def figures_table(argument: str, _: Results) -> str:
+    """Returns a table of figures: `METRIC,METRIC of FILE`."""
+    names, _, file = argument.partition(" of ")
+    metrics = names.split(",")
+    found = [one for one in json.loads((RESULTS / file).read_text()) if one["metric"] in metrics]
+    found.sort(key=lambda one: metrics.index(one["metric"]))
+    values = [{key: value for key, value in one.items() if key not in ("low", "high")} for one in found]
+    return markdown_table(*figure_table(values, "setting"))
 
 
-def _mean_of_cases(cases: Mapping[str, Mapping[str, Mapping[str, Any]]], setting: str) -> dict[str, Any]:
-    """Returns the figure of a setting's mean over cases, seed by seed."""
-    samples = np.mean([found[setting]["samples"] for found in cases.values()], axis=0)
-    return figure("mean", mean_interval(samples), samples=samples)
-
-
-def _check_range(check: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> tuple[list[Estimate], str]:
-    """Checks that the intervals of a metric overlap a range; `show` lists metrics that the table has, too."""
-    metrics = [check["metric"], *check.get("show", [])]
-    found = [one for one in figures if one["metric"] in metrics and one.get("setting") == check.get("setting")]
-    if not found:
-        return [], ""
-    table = figure_table([{"line": one.get("case", ""), **one} for one in found], "line")
-    bounds = [
-        (one.get("low", one["value"]), one.get("high", one["value"])) for one in found if one["metric"] == metrics[0]
+def device_table(argument: str, _: Results) -> str:
+    """Returns a table of rows of `experiments.device`: `TITLE of FILE: COLUMN,COLUMN`."""
+    title, _, rest = argument.partition(" of ")
+    file, _, columns = rest.partition(": ")
+    rows = [
+        {key: value[0] if isinstance(value, list) else value for key, value in row.items()}
+        for row in device.read_rows(RESULTS / file)
     ]
-    inside = [low <= check["high"] and high >= check["low"] for low, high in bounds]
-    return [Estimate(0.0, 1.0, 1.0) if one else Estimate(0.0, -1.0, -1.0) for one in inside], markdown_table(*table)
+    return device.table(title, rows, columns.split(","))
 
 
-def _check_ratio(check: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> tuple[list[Estimate], str]:
-    """Checks that the measured ratios of the `walks` are below 1; the table has all walks."""
-    found = [one for one in figures if one["metric"] == "ratio"]
-    lines = [(one["line"], as_text(one)) for one in found]
-    differences = [
-        Estimate(1 - one["value"], 1 - one["high"], 1 - one["low"]) for one in found if one["walk"] in check["walks"]
-    ]
-    return differences, markdown_table(("", "ratio"), lines) if lines else ""
-
-
-def _show_figures(shown: Mapping[str, Any], figures: Sequence[dict[str, Any]]) -> tuple[list[Estimate], str]:
-    """Returns a table of figures that no verdict uses."""
-    found = [one for one in figures if one["metric"] in shown["metrics"] and one.get("setting") in shown["settings"]]
-    found.sort(key=lambda one: (shown["settings"].index(one["setting"]), shown["metrics"].index(one["metric"])))
-    return [], markdown_table(*figure_table(found, "setting")) if found else ""
-
-
-# Each returns the differences that a claim expects to be positive, and a table.
-CHECKS: dict[str, Callable[[Any, Any], tuple[list[Estimate], str]]] = {
-    "compare": _compare_rows,
-    "figures": _compare_figures,
-    "range": _check_range,
-    "ratio": _check_ratio,
-    "show": _show_figures,
+BLOCKS: Mapping[str, Callable[[str, Results], str]] = {
+    "systems": systems_table,
+    "matrices": matrix_images,
+    "unsolved": unsolved_tasks,
+    "kvpress": kvpress_table,
+    "papers": papers_tables,
+    "commands": papers_commands,
+    "figures": figures_table,
+    "device": device_table,
 }
+
+
+def intervals(rows: Sequence[Row]) -> str:
+    """Returns all settings and tasks with intervals, as CSV."""
+    lines = []
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        key = (row.model, row.task, row.tokens, row.question, row.dtype, row.metric, row.is_of_text)
+        groups.setdefault(key, []).append(row)
+    for (*labels, _), of_group in sorted(groups.items()):
+        for table in summarize.summarize(of_group, floor=0.0):
+            for line in table.lines:
+                score = line.scores.get(labels[1])
+                values = (line.held, line.tail, line.read, *(score or (None,) * 3), *(line.difference or (None,) * 3))
+                numbers = ("" if value is None or value != value else f"{value:.4f}" for value in values)
+                lines.append((*labels, line.setting, *numbers, line.documents, line.errors))
+    return _csv(lines)
+
+
+def _csv(lines: Iterable[Sequence[Any]]) -> str:
+    """Returns lines as CSV with a header."""
+
+    class Text(list[str]):
+        write = list.append
+
+    text = Text()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    writer.writerows(lines)
+    return "".join(text)
 
 
 if __name__ == "__main__":

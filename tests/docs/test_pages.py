@@ -1,4 +1,4 @@
-"""README and pages of the site: Python runs, policies have pages with settings and pictures, the site builds."""
+"""README and pages of the site: Python runs, links and images exist, code fits its columns, the site builds."""
 
 import dataclasses
 import os
@@ -14,7 +14,6 @@ import pytest
 
 import kvjax
 from kvjax.registry import POLICIES
-from kvjax_models.generation.generator import Generator
 from tests.models import tiny
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -37,19 +36,8 @@ def names_of(page, directory):
             "keys": draw(2, 300, 2, 64), "values": draw(2, 300, 2, 64), "lengths": jnp.array([300, 200]),
             "query": draw(2, 1, 8, 64), "key": draw(2, 1, 2, 64), "value": draw(2, 1, 2, 64), "new_tokens": 3,
         }  # fmt: skip
-    if page == "long_prompts.md":
-        document = "".join(f"line {number}: the code is {1000 + number}\n" for number in range(8))
-        return {"document": document, "question": "Which code is in line 3?"}
-    if page == "saved_states.md":
-        policy = kvjax.Uniform(32, recent=8, compact_every=8)
-        generator = Generator(tiny.make_llm().model, policy, batch=1, max_prompt_tokens=64, max_new_tokens=32)
-        return {
-            "generator": generator,
-            "batch_generator": generator.with_batch(2),
-            "state": generator.prefill(generator.init_state(), [list(range(20))]),
-            "questions": [[1, 2], [3]],
-            "directory": directory,
-        }
+    if page == "documents.md":
+        return {"directory": directory}
     return {}
 
 
@@ -65,9 +53,30 @@ def test_programs_of_the_readme_run(block, monkeypatch, capsys):
     assert capsys.readouterr().out.strip()
 
 
-def test_links_of_the_readme_have_targets():
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in link]
-    assert links and [link for link in links if not (ROOT / link).exists()] == []
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 80
+
+
+TEXTS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
+TEXTS += [ROOT / "experiments" / "README.md", ROOT / "experiments" / "results" / "README.md", *DOCS.rglob("*.md")]
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_have_targets(path):
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", re.sub(r"```.*?```|`[^`]*`", "", path.read_text(), flags=re.DOTALL))
+    missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
+    assert missing == []
+
+
+def test_every_image_is_shown():
+    text = "".join(path.read_text() for path in TEXTS)
+    assert [path.name for path in (DOCS / "images").iterdir() if f"images/{path.name}" not in text] == []
+
+
+@pytest.mark.parametrize("page", ["../README.md", *PAGES])
+def test_code_fits_88_columns(page):
+    blocks = BLOCK.findall((DOCS / page).read_text()) if page != "write_a_policy.md" else []
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 88] == []
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON)
@@ -80,15 +89,14 @@ def test_python_runs(page, tmp_path, monkeypatch):
     if page == "quickstart.md":
         assert np.isfinite(names["attended"]).all() and names["attended"].shape == (2, 1, 8, 64)
         np.testing.assert_array_equal(kvjax.num_tokens(names["cache"]), [303, 203])
-    if page == "saved_states.md":
-        assert names["notes"] == {"text": "a long one"} and names["state"].positions.tolist() == [22, 21]
+    if page == "documents.md":
+        assert names["notes"] == {"text": "codes"} and len(names["forks"].positions) == 2
 
 
-def test_every_policy_has_a_page_with_settings_and_a_picture():
+def test_every_policy_has_a_section_with_settings():
     text = "".join((DOCS / page).read_text() for page in PAGES if page.startswith("policies/"))
     for name in POLICIES:
         assert text.count(f"```{{policy-settings}} {name}\n") == 1, name
-        assert f"](../images/{name}.png)" in text and (DOCS / "images" / f"{name}.png").exists(), name
 
 
 @pytest.fixture

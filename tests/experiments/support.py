@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 from experiments.common import ROOT
+from experiments.common.rows import Row
 from experiments.tasks.task import Request
 from tests.models import tiny
 
@@ -23,3 +24,15 @@ def request(tokens=1500, documents=3, seed=0, data_dir=None, **options):
 def figures(path):
     """Reads a file of figures."""
     return json.loads(path.read_text())
+
+
+def row(policy, task, document, score, item=0, **options):
+    """Returns a row of a question about a document."""
+    budget = None if policy == "exact" else "25%"
+    labels = {"kv_dtype": None, "question": "unseen", "tokens": 100, "seed": 0, "cache_fraction": 0.25}
+    return Row("m", task, policy, document=document, item=item, score=score, **{"budget": budget} | labels | options)
+
+
+def rows_of(policy, task, scores, **options):
+    """Returns a row per document."""
+    return [row(policy, task, str(number), score, **options) for number, score in enumerate(scores)]

@@ -25,12 +25,13 @@ def test_answers_are_compared_as_words():
 
 def test_the_demo_fits_80_columns(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "DEMO", demo.DEMO[:2])
+    monkeypatch.setattr(demo, "SHOWN", demo.DEMO[1].name)
     monkeypatch.setattr(demo, "CAPACITY", 192)  # of a tokenizer with a token per character
     monkeypatch.setattr(demo, "make_text", lambda answers: "The record. " * 60)
     monkeypatch.setattr(demo, "load", lambda name: tiny.make_llm(tiny.TEMPLATE))
     demo.main(demo.Demo(model="tiny", output_dir=str(tmp_path)))
     shown = capsys.readouterr().out.replace(str(tmp_path), "build")
     assert "full cache: 0 of 12 answers are right" in shown
-    assert "auto, 25%" in shown and re.search(r"  x \w", shown) and "0/12" in shown
+    assert "auto 25%" in shown and re.search(r" x \w", shown) and "0/12" in shown and "ms/token" in shown
     assert max(len(line) for line in shown.split("\n")) <= demo.WIDTH
     assert (tmp_path / "demo.png").stat().st_size > 3_000

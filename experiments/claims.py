@@ -1,0 +1,183 @@
+"""Verdicts of the papers' claims: comparisons of measured rows and figures.
+
+`papers/*.toml` lists the claims. A claim holds if all paired differences are significantly positive; it does not hold
+if one is significantly negative; otherwise the difference is not significant. Tasks at the floor, in which all
+compressed caches have scores near 0, have no verdict. A claim without measurements is "not run".
+"""
+
+import json
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatch
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments import summarize
+from experiments.common import caches
+from experiments.common.rows import Row
+from experiments.common.statistics import Estimate, mean_interval
+
+HOLDS, FAILS, UNCLEAR, NOT_RUN = "holds", "does not hold", "not significant", "not run"
+FLOOR = 0.2  # largest mean score at the floor of a task
+
+
+class Comparison(NamedTuple):
+    """A measured comparison.
+
+    Attributes:
+        case: the metric or task that was compared.
+        value: the value of the setting that the claim is about.
+        other: the value that it is compared with.
+        difference: by how much the claim holds; None at the floor of a task, where the order says little.
+    """
+
+    case: str
+    value: float
+    other: float
+    difference: Estimate | None
+
+
+def evaluate_claim(
+    result: Mapping[str, Any], rows: Sequence[Row], figures_dir: pathlib.Path
+) -> tuple[str, list[Comparison]]:
+    """Returns the verdict of a claim and its comparisons.
+
+    Args:
+        result: the table or figure, with checks by kind (`CHECKS`): one or a list.
+        rows: measured rows.
+        figures_dir: directory of other experiments' figures.
+
+    Returns:
+        The verdict of all comparisons, and the comparisons.
+    """
+    comparisons = list[Comparison]()
+    for kind, compare in CHECKS.items():
+        checks = result.get(kind, [])
+        for check in checks if isinstance(checks, list) else [checks]:
+            comparisons += compare(check, rows if kind == "compare" else _read_figures(figures_dir / check["file"]))
+    if not comparisons:
+        return NOT_RUN, []
+    differences = [one.difference for one in comparisons if one.difference is not None]
+    if any(one.high < 0 for one in differences):
+        return FAILS, comparisons
+    return (HOLDS if differences and all(one.low > 0 for one in differences) else UNCLEAR), comparisons
+
+
+def deciding(comparisons: Sequence[Comparison]) -> Comparison | None:
+    """Returns the comparison that supports a claim least, relative to its interval; None without one."""
+    decisive = [one for one in comparisons if one.difference is not None]
+    return min(decisive, key=lambda one: _standardized(one.difference), default=None)
+
+
+def _standardized(difference: Estimate | None) -> float:
+    """Returns a difference in units of its interval's width."""
+    assert difference is not None
+    return difference.value / max(difference.high - difference.low, 1e-9)
+
+
+def _read_figures(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the figures of a file; none if it does not exist."""
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def _compare_rows(compare: Mapping[str, Any], rows: Sequence[Row]) -> list[Comparison]:
+    """Compares settings by rows of `experiments.evaluate`, for each model and length."""
+    name, others = compare["better"], compare["than"]
+    selected = [
+        row
+        for row in rows
+        if row.question == compare["question"]
+        and row.setting in (caches.FULL, name, *others)
+        and any(fnmatch(row.task, pattern) for pattern in compare["tasks"])
+    ]
+    comparisons = list[Comparison]()
+    for table in summarize.summarize(selected):
+        means = {line.setting: line.mean.value for line in table.lines if line.mean}
+        is_loss = table.metric == "nll"
+        is_at_floor = not is_loss and all(mean <= FLOOR for setting, mean in means.items() if setting != caches.FULL)
+        of_table = [row for row in selected if (summarize.title_of(row), row.metric) == (table.title, table.metric)]
+        counted = [task for task in table.tasks if task not in table.left_out]
+        for other in others:
+            pair = summarize.paired_differences(
+                [row for row in of_table if row.setting == name],
+                [row for row in of_table if row.setting == other],
+                counted,
+            )
+            if pair is None or name not in means or other not in means:
+                continue
+            pair = -pair if is_loss else pair
+            if "within" in compare:  # the claim is that the settings differ by less
+                pair = _margin(pair, compare["within"])
+            case = counted[0].partition("_")[0] if len(counted) > 1 else counted[0]
+            comparisons.append(Comparison(case, means[name], means[other], None if is_at_floor else pair))
+    return comparisons
+
+
+def _margin(difference: Estimate, within: float) -> Estimate:
+    """Returns by how much the size of a difference is below `within`."""
+    bounds = sorted((abs(difference.low), abs(difference.high)))
+    smallest = 0.0 if difference.low < 0 < difference.high else bounds[0]
+    return Estimate(within - abs(difference.value), within - bounds[1], within - smallest)
+
+
+def _compare_figures(compare: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> list[Comparison]:
+    """Compares two settings in every case that both have: seed by seed if the figures have samples."""
+    names = compare["better"], compare["than"]
+    cases: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for one in figures:
+        if one["metric"] == compare["metric"] and one["setting"] in names:
+            case = str(one.get("case", f"{one.get('model')}, {one.get('context_tokens')} tokens"))
+            if case in compare.get("cases", [case]):
+                cases.setdefault(case, {})[one["setting"]] = one
+    cases = {case: found for case, found in cases.items() if len(found) == 2}
+    if compare.get("mean") and cases:  # the claim is about the mean over the cases
+        cases = {"mean of layers": {name: _mean_of_cases(cases, name) for name in names}}
+    # With a factor, the claim is about this multiple of the other setting's value.
+    sign, factor = 1 if compare.get("larger") else -1, compare.get("factor", 1.0)
+    comparisons = []
+    for found in cases.values():
+        better, other = (found[name] for name in names)
+        if "samples" in better and "samples" in other:
+            pair = mean_interval(np.asarray(better["samples"]) - factor * np.asarray(other["samples"]))
+        else:  # disjoint intervals are a significant difference
+            bounds = better["low"] - factor * other["high"], better["high"] - factor * other["low"]
+            pair = Estimate(better["value"] - factor * other["value"], *bounds)
+        comparisons.append(Comparison(compare["metric"], better["value"], other["value"], pair if sign > 0 else -pair))
+    return comparisons
+
+
+def _mean_of_cases(cases: Mapping[str, Mapping[str, Mapping[str, Any]]], setting: str) -> dict[str, Any]:
+    """Returns a setting's mean over cases, seed by seed."""
+    samples = np.mean([found[setting]["samples"] for found in cases.values()], axis=0)
+    return {"value": float(samples.mean()), "samples": samples}
+
+
+def _check_range(check: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> list[Comparison]:
+    """Checks that the intervals of a metric overlap a range."""
+    comparisons = []
+    for one in figures:
+        if one["metric"] == check["metric"] and one.get("setting") == check.get("setting"):
+            low, high = one.get("low", one["value"]), one.get("high", one["value"])
+            sign = 1.0 if low <= check["high"] and high >= check["low"] else -1.0
+            bound = check["high"] if one["value"] > check["high"] else check["low"]
+            comparisons.append(Comparison(check["metric"], one["value"], bound, Estimate(0.0, sign, sign)))
+    return comparisons
+
+
+def _check_ratio(check: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> list[Comparison]:
+    """Checks that the measured ratios of the `walks` are below 1."""
+    return [
+        Comparison("ratio", one["value"], 1.0, Estimate(1 - one["value"], 1 - one["high"], 1 - one["low"]))
+        for one in figures
+        if one["metric"] == "ratio" and one["walk"] in check["walks"]
+    ]
+
+
+# Each compares what a claim is about with something else.
+CHECKS: dict[str, Callable[[Any, Any], list[Comparison]]] = {
+    "compare": _compare_rows,
+    "figures": _compare_figures,
+    "range": _check_range,
+    "ratio": _check_ratio,
+}

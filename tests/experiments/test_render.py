@@ -1,0 +1,125 @@
+"""Tables and pictures of README and of the results' pages."""
+
+import json
+
+import pytest
+
+from experiments import render, result_figures
+from experiments.common import output
+from experiments.common.rows import read_rows
+from experiments.common.statistics import Estimate
+from tests.experiments.support import row, rows_of
+
+
+@pytest.fixture(scope="module")
+def results():
+    return render.read_results()
+
+
+@pytest.mark.parametrize("path", render.PAGES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_pages_are_current(path, results):
+    page = path.read_text()
+    assert page == render.render(page, results), "run python -m experiments.render"
+
+
+def test_intervals_and_pictures_are_current(results):
+    assert (render.RESULTS / "intervals.csv").read_text() == render.intervals(results.rows)
+    names = {f"matrix_{model}.png" for model in render.models(results.cells)}
+    assert names == {path.name for path in render.IMAGES.glob("matrix_*.png")}
+
+
+def test_readme_has_a_row_per_system(results):
+    lines = render.systems_table("", results).splitlines()[2:]
+    assert [line.split("|")[1].strip() for line in lines] == ["full cache", "`auto`", *render.SYSTEMS.values()]
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("chelsea", ("Chelsea", False)),
+        ("chelsea:heads=auto", ("Chelsea", True)),
+        ("chelsea:compact_every=16", ("Chelsea", False)),
+        ("chelsea:first=0.25,decay=0", None),
+        ("subgen:light_values=0,self_normalization=0.0", ("SubGen", False)),
+        ("auto of version 0.3", None),
+        ("kvpress KVzip", ("kvpress KVzip", False)),
+    ],
+)
+def test_names_of_policies(text, policy):
+    assert render.policy_of(text) == policy
+
+
+def sized(fraction, **options):
+    return {"tail_fraction": 0.1, "cache_fraction": fraction, "device_bytes": int(2000 * fraction), **options}
+
+
+@pytest.fixture
+def cells():
+    rows = [
+        *rows_of("exact", "facts", [1.0] * 6, **sized(1.0)),
+        *rows_of("auto", "facts", [0.5] * 6, **sized(0.25)),
+        *rows_of("auto", "facts", [0.25] * 6, **sized(0.125, budget="12.5%")),
+        *rows_of("chelsea", "facts", [0.0] * 6, **sized(0.25)),
+        *rows_of("chelsea:heads=auto", "facts", [1.0] * 6, **sized(0.25, kv_dtype="int8")),
+        *rows_of("chelsea", "facts", [1.0] * 6, **sized(0.5, budget="304")),  # in slots: not in tables
+        *rows_of("snapkv", "facts", [1.0] * 6),  # of version 0.3: not in tables
+        *rows_of("kvpress KVzip", "facts", [0.75] * 6),
+        row("exact", "unsolved", "0", 0.0, **sized(1.0)),
+        row("auto", "unsolved", "0", 0.0, **sized(0.25)),
+    ]
+    return render.make_cells(rows)
+
+
+def test_cells_have_comparable_budgets(cells):
+    found = {(cell.policy, cell.has_profile, cell.budget): (cell.value, cell.bytes) for cell in cells}
+    assert found == {
+        ("full cache", False, 100): (1.0, 1000), ("auto", False, 25): (0.5, 250), ("auto", False, 12.5): (0.25, 125),
+        ("Chelsea", False, 25): (0.0, 250), ("Chelsea", True, 25): (1.0, 250),
+        ("kvpress KVzip", False, 25): (0.75, 250),
+    }  # fmt: skip
+    assert next(cell for cell in cells if cell.policy == "auto").line.difference.value == -0.5
+    table = render.kvpress_table("", render.Results([], cells))
+    assert "| auto | m, facts | 25.0% | 0.50 |" in table and "| kvpress KVzip | m, facts | 25.0% | 0.75 |" in table
+
+
+def test_the_matrix_has_a_cell_per_score(cells):
+    figure = result_figures.matrix(render.of_model(cells, "m"), "m")
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert len(figure.axes[0].patches) == 6  # the full cache above both budgets
+    assert texts.count("0.50") == 1 and texts.count("6") == 6
+    labels = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert labels == ["full cache", "auto", "Chelsea, with profile", "Chelsea"]
+
+
+def test_what_is_retained(cells):
+    full, half = (next(cell for cell in cells if cell.policy == name) for name in ("full cache", "auto"))
+    assert result_figures.retained(half, full) == 0.5
+    loss = half.line._replace(mean=Estimate(1.15))
+    assert result_figures.retained(half._replace(metric="nll", line=loss), full) == pytest.approx(0.5)
+
+
+def test_the_picture_has_labels_beside_its_points(cells):
+    texts = [text.get_text() for text in result_figures.score_by_bytes(cells, ["Chelsea"]).axes[0].texts]
+    assert {"full cache", "auto", "kvpress KVzip", "Chelsea 0.00", "Chelsea 1.00"} <= set(texts)
+    assert any("profile" in text for text in texts) and any("published" in text for text in texts)
+
+
+def test_blocks_of_figures(tmp_path, monkeypatch):
+    monkeypatch.setattr(render, "RESULTS", tmp_path)
+    figures = [output.figure("b", 2.0, setting="x"), output.figure("a", Estimate(1.0, 0.5, 1.5), setting="x")]
+    (tmp_path / "f.json").write_text(json.dumps([*figures, output.figure("c", 3.0, setting="x")]))
+    page = render.render("<!-- render: figures a,b of f.json -->\nold\n<!-- end -->", render.Results([], []))
+    assert "|  | a | b |\n" in page and "| x | 1 | 2 |\n" in page and "old" not in page
+    with pytest.raises(KeyError):
+        render.render("<!-- render: unknown -->\n<!-- end -->", render.Results([], []))
+
+
+def test_the_file_of_intervals():
+    lines = render.intervals([*rows_of("exact", "a", [1.0, 0.0]), *rows_of("auto", "a", [1.0, 1.0])]).splitlines()
+    assert lines[1].startswith("m,a,100,unseen,float32,score,auto @ 25%,0.2500,,0.0000,1.0000,1.0000,1.0000,0.5000,")
+    assert len(lines) == 3 and len({line.count(",") for line in lines}) == 1
+
+
+def test_rows_of_the_checkout_are_complete():
+    rows = read_rows(sorted(render.RESULTS.glob("*.jsonl.gz")))
+    assert rows and all(row.error is None for row in rows)
