@@ -191,8 +191,9 @@ def show(outcomes: list[Outcome], expected: list[str]) -> None:
     print_table("Results", ("method", "right", "cache", "read", "compress, s", "ms/token"), lines)
     for outcome in outcomes:
         print(f"{outcome.method.name}: {outcome.method.note}")
-    print("Percentages are of a full bfloat16 cache of the text; a step reads the text once")
-    print('for all questions. "ms/token" is of one sequence, "compress" includes compilation.')
+    print("Percentages are of a full bfloat16 cache of the text. A step reads the text once")
+    print('for all questions. "ms/token" is of one sequence; "compress" and the total time')
+    print("include compilation.")
     print("One text, twelve questions: two or three answers more may be chance.")
 
 

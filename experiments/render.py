@@ -160,7 +160,7 @@ def make_cells(rows: Iterable[Row]) -> list[Cell]:
         if row.is_of_text or row.question == "seen" or is_press:
             group = "RULER" if row.task.partition(":")[0] in RULER else row.task
             groups.setdefault((row.model, group, row.tokens, row.question, row.dtype, row.metric), []).append(row)
-    best: dict[tuple[Any, ...], Cell] = {}
+    best: dict[tuple[Any, ...], tuple[tuple[bool, int], Cell]] = {}
     for (model, task, tokens, question, _, metric), of_group in groups.items():
         policies = {row.setting: row for row in of_group}
         full = _mean_bytes(of_group)
@@ -174,8 +174,9 @@ def make_cells(rows: Iterable[Row]) -> list[Cell]:
             cell = Cell(model, task, tokens, question, metric, *named, budget, line, line.held * full)
             key = (*cell[:7], budget)
             # A cell whose PUBLISHED form is measured shows that form.
-            if key not in best or (row.policy in PUBLISHED, cell.line.documents) > best[key][0]:
-                best[key] = ((row.policy in PUBLISHED, cell.line.documents), cell)
+            rank = row.policy in PUBLISHED, line.documents
+            if key not in best or rank > best[key][0]:
+                best[key] = rank, cell
     return [cell for _, cell in best.values()]
 
 
@@ -232,7 +233,7 @@ def systems_table(_: str, results: Results) -> str:
 
         def score(model: str, has_profile: bool, name: str = name) -> str:
             cell = measured.get((model, name, has_profile))
-            return "-" if cell is None else f"{cell.line.mean.value:.2f}"
+            return "-" if cell is None else f"{cell.value:.2f}"
 
         is_equal = policy in ALL_TOKENS
         size = measured.get((FRONT[0], name, not is_equal)) or measured.get((FRONT[0], name, False))
@@ -280,7 +281,7 @@ def kvpress_table(_: str, results: Results) -> str:
             if cell.policy.startswith("kvpress ") and cell.line.documents >= MIN_PRESS_DOCUMENTS
         ]
         for budget in sorted({cell.budget for cell in presses}, reverse=True):
-            best = sorted((one for one in presses if one.budget == budget), key=lambda one: -one.line.mean.value)[:6]
+            best = sorted((one for one in presses if one.budget == budget), key=lambda one: -one.value)[:6]
             own = [one for one in of_task if one.budget == budget and one.policy == "auto"]
             for cell in (*own, *best):
                 difference = cell.line.difference.fixed("+") if cell.line.difference else "-"
@@ -289,7 +290,7 @@ def kvpress_table(_: str, results: Results) -> str:
                         cell.policy,
                         f"{cell.model}, {cell.task}",
                         f"{cell.line.held:.1%}",
-                        f"{cell.line.mean.value:.2f}",
+                        f"{cell.value:.2f}",
                         difference,
                         str(cell.line.documents),
                     )
@@ -350,7 +351,7 @@ def papers_commands(_: str, results: Results) -> str:
     )
 
 
-def figures_table(argument: str, _: Results) -> str:
+def figures_table(argument: str, results: Results) -> str:
     """Returns a table of figures: `METRIC,METRIC of FILE`."""
     names, _, file = argument.partition(" of ")
     metrics = names.split(",")
@@ -360,7 +361,7 @@ def figures_table(argument: str, _: Results) -> str:
     return markdown_table(*figure_table(values, "setting"))
 
 
-def device_table(argument: str, _: Results) -> str:
+def device_table(argument: str, results: Results) -> str:
     """Returns a table of rows of `experiments.device`: `TITLE of FILE: COLUMN,COLUMN`."""
     title, _, rest = argument.partition(" of ")
     file, _, columns = rest.partition(": ")
