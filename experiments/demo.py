@@ -205,9 +205,9 @@ def draw(path: pathlib.Path, outcomes: list[Outcome], expected: list[str]) -> No
         ("ms per token", [1000 * one.token_seconds for one in outcomes]),
     )
     figure = plt.figure(figsize=(11, 4.6), layout="constrained")
-    left, right = figure.subfigures(1, 2, width_ratios=(1, 1.3))
-    axes = left.subplots(len(panels), 1)
-    for axis, (title, values) in zip(axes, panels, strict=True):
+    grid = figure.add_gridspec(len(panels), 2, width_ratios=(1, 1.6))
+    for row, (title, values) in enumerate(panels):
+        axis = figure.add_subplot(grid[row, 0])
         bars = axis.barh([outcome.method.name for outcome in outcomes], values, color=["0.6"] + ["C0"] * len(values))
         axis.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
         axis.set_title(title, fontsize=9, loc="left")
@@ -216,7 +216,7 @@ def draw(path: pathlib.Path, outcomes: list[Outcome], expected: list[str]) -> No
         axis.tick_params(labelsize=8)
         axis.invert_yaxis()
         axis.spines[["top", "right", "bottom"]].set_visible(False)
-    axis = right.subplots()
+    axis = figure.add_subplot(grid[:, 1])
     for outcome in outcomes:
         if outcome.kept is not None:
             layers, heads, tokens = outcome.kept.shape

@@ -77,9 +77,9 @@ def matrix(cells: Sequence[Cell], title: str) -> plt.Figure:
     axes.set_xticks(range(len(columns)), [f"{-budget:g}%" for _, budget in columns], fontsize=8)
     axes.xaxis.tick_top()
     axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(names) - 0.5, -0.5))
-    for column in dict.fromkeys(column for column, _ in columns):
-        places = [x for x, (other, _) in enumerate(columns) if other == column]
-        _, task, tokens, question = column
+    for group in dict.fromkeys(column for column, _ in columns):
+        places = [x for x, (other, _) in enumerate(columns) if other == group]
+        _, task, tokens, question = group
         text = f"{task.replace('_', ' ')}\n{tokens} tokens\n{question}"
         axes.text(sum(places) / len(places), -1.25, text, ha="center", va="bottom", fontsize=7)
         axes.axvline(places[-1] + 0.5, color="white", linewidth=4)
@@ -153,8 +153,15 @@ def score_by_bytes(cells: Sequence[Cell], systems: Iterable[str]) -> plt.Figure:
         if line:
             held, values = [100 * cell.line.held for cell in line], [cell.value for cell in line]
             axes.plot(held, values, "o-", color=color, zorder=3)
-            offset = {"xytext": (8, -6), "textcoords": "offset points", "color": color}
-            axes.annotate(policy, (held[0], values[0]), fontsize=10, weight="bold", **offset)
+            axes.annotate(
+                policy,
+                (held[0], values[0]),
+                (8, -6),
+                textcoords="offset points",
+                fontsize=10,
+                color=color,
+                weight="bold",
+            )
     for cell in cells:
         if cell.policy in systems and cell.budget == 25:
             color = "#1b8a5a" if cell.has_profile else "#c2513f"
