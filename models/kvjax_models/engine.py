@@ -36,7 +36,7 @@ from kvjax_models.formats.tokenizer import CONTEXT_TOKENS, Tokenizer
 from kvjax_models.generation.answer_text import AnswerText, check_stop
 from kvjax_models.generation.decode import NO_TOKEN, Texts, decode_block
 from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.sampling import GREEDY, SampledTokens, Sampling
+from kvjax_models.generation.sampling import GREEDY, SampledTokens, Sampling, row_sampling
 from kvjax_models.generation.state import GenerationState, check_seed, compact_layers, constrain_state
 from kvjax_models.prompts import Prompt, TemplateOptions, encode_prompt, is_tokens
 from kvjax_models.sharding import replicate
@@ -46,6 +46,22 @@ if TYPE_CHECKING:
     from kvjax_models.document import Document
 
 FinishReason = Literal["stop", "length", "error", "abort"]
+
+
+class Turn(NamedTuple):
+    """A finished sequence with its cache, which requests with further tokens can continue.
+
+    Attributes:
+        tokens: the prompt and all new tokens.
+        text: text of the answer.
+        num_first: tokens of the sequence's first prompt; 0 after a document.
+        state: the settled state of its row.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    num_first: int
+    state: GenerationState
 
 
 class TokenLogprobs(NamedTuple):
@@ -73,6 +89,7 @@ class Output(NamedTuple):
             "error" for an invalid request, "abort" after `Engine.abort`; None if the request is not finished.
         logprobs: one item per new token, if the request asked for them.
         error: message of a failed request.
+        turn: the finished sequence, if the request asked for it and it did not finish at a stop string.
     """
 
     number: int
@@ -81,6 +98,7 @@ class Output(NamedTuple):
     finish_reason: FinishReason | None
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    turn: Turn | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +114,8 @@ class Request:
         max_new_tokens: maximum number of new tokens.
         seed: seed of sampling.
         prompt_seed: seed of the policy's random numbers.
+        turn: the sequence that it continues.
+        keep: whether its last output has the sequence as a `Turn`.
     """
 
     number: int
@@ -106,12 +126,15 @@ class Request:
     max_new_tokens: int
     seed: int
     prompt_seed: int
+    turn: Turn | None
+    keep: bool
 
     def has_prompt_of(self, other: "Request") -> bool:
         """Returns whether the state after the prompt is the same, except for the seed of sampling."""
         return (
             self.prompt_seed == other.prompt_seed
             and self.document is other.document
+            and self.turn is other.turn
             and self.sampling == other.sampling
             and self.prompt == other.prompt
         )
@@ -217,6 +240,8 @@ class Engine:
         seed: int = 0,
         prompt_seed: int | None = None,
         template_options: TemplateOptions = None,
+        turn: Turn | None = None,
+        keep: bool = False,
     ) -> int:
         """Adds a request.
 
@@ -231,6 +256,9 @@ class Engine:
             prompt_seed: seed of the policy's random numbers, by default `seed`. Several answers to one prompt have the
                 same one: with equal `sampling` and different `seed`, the prompt is processed once for those that wait.
             template_options: variables of the chat template, for a conversation.
+            turn: an earlier sequence of an equal engine, with the same document, with whose tokens the prompt begins;
+                only the tokens after them are processed. All tokens after the first prompt count as new ones.
+            keep: whether the last output has the sequence as a `Turn`, with a copy of its cache.
 
         Returns:
             The number of the request.
@@ -247,12 +275,14 @@ class Engine:
             tokens = encode_prompt(self._tokenizer, cast(Prompt, prompt), template_options)
         else:
             tokens = document.encode(cast(Prompt, prompt))
-        capacity = self._capacity(document) - len(tokens)
+        if turn is not None and (len(tokens) <= len(turn.tokens) or tuple(tokens[: len(turn.tokens)]) != turn.tokens):
+            raise ValueError(f"the prompt must continue the {len(turn.tokens)} tokens of the turn")
+        capacity = self._capacity(document, turn) - len(tokens)
         limit = max(capacity, 1) if max_new_tokens is None else check_integer("max_new_tokens", max_new_tokens, 1)
         if document is None:
             if not len(tokens):
                 raise ValueError("the prompt is empty; it must have at least one token")
-            if len(tokens) > self.generator.max_prompt_tokens:
+            if turn is None and len(tokens) > self.generator.max_prompt_tokens:
                 raise ValueError(
                     f"{len(tokens)} tokens exceed max_prompt_tokens={self.generator.max_prompt_tokens}; shorten the "
                     "prompt or pass a larger number"
@@ -267,17 +297,19 @@ class Engine:
         check_seed(seed)
         prompt_seed = seed if prompt_seed is None else int(check_seed(prompt_seed))
         stops = check_stop(stop)
-        request = Request(self._next_number, list(tokens), document, sampling, stops, limit, seed, prompt_seed)
+        seeds = seed, prompt_seed
+        request = Request(self._next_number, list(tokens), document, sampling, stops, limit, *seeds, turn, keep)
         self._next_number += 1
         self._waiting.append(request)
         return request.number
 
-    def _capacity(self, document: "Document | None") -> int:
+    def _capacity(self, document: "Document | None", turn: Turn | None) -> int:
         """Returns how many tokens of prompt and answer a row holds."""
         if document is None:
             if self.num_documents:
                 raise ValueError("the rows of this engine continue documents; pass the document of the request")
-            return self.generator.max_prompt_tokens + self.generator.max_new_tokens
+            first = self.generator.max_prompt_tokens if turn is None else turn.num_first
+            return first + self.generator.max_new_tokens
         if not self.num_documents:
             raise ValueError("this engine takes plain prompts; pass documents= to CachedModel.engine for documents")
         document.check_engine(self.generator, self._reader)
@@ -365,6 +397,11 @@ class Engine:
         if self._prefilled is not None and self._prefilled[0].has_prompt_of(request):
             yield generator.reseed(self._prefilled[1], request.seed)
             return
+        if request.turn is not None:
+            state = self._continue_turn(request.turn.state, request)
+            rest = request.prompt[len(request.turn.tokens) :]
+            yield from generator.prefill_steps(state, [rest], None if document is None else document.texts)
+            return
         if document is None:
             state = generator.init_state(request.prompt_seed, request.sampling)
             yield from generator.prefill_steps(state, [request.prompt], shared_lengths=True)
@@ -374,6 +411,17 @@ class Engine:
             yield state
             return
         yield from generator.prefill_steps(state, [request.prompt], document.texts)
+
+    def _continue_turn(self, state: GenerationState, request: Request) -> GenerationState:
+        """Returns a copy of a turn's state with seed and sampling of a request."""
+        old, vocab_size = state.sampling, self.generator.config.vocab_size
+        sampling = row_sampling([request.sampling], vocab_size, self._mesh)
+        sampling = dataclasses.replace(sampling, in_prompt=old.in_prompt | (old.counts > 0))
+        copy = dataclasses.replace(self._copy_row(state, 0), sampling=sampling)
+        return self._row_generator.reseed(copy, request.seed)
+
+    def _copy_row(self, state: GenerationState, row: int) -> GenerationState:
+        return _take_row(state, replicate(np.array([row], np.int32), self._mesh), self._mesh)
 
     def _continue_prefill(self) -> None:
         """Runs a step of the current prefill; inserts the row after the last one."""
@@ -450,12 +498,25 @@ class Engine:
             reason = "stop"
         elif is_done:
             reason = "length"
+        turn = None
         if reason is not None:
             answer.finish()
+            turn = self._take_turn(row) if request.keep and not answer.is_stopped else None
         logprobs = None
         if (top := request.sampling.logprobs) is not None:
             logprobs = [_token_logprobs(sampled, row, step, top) for step in range(len(tokens))]
-        return Output(request.number, answer.take(reason is not None), tokens, reason, logprobs)
+        return Output(request.number, answer.take(reason is not None), tokens, reason, logprobs, turn=turn)
+
+    def _take_turn(self, row: int) -> Turn | None:
+        """Returns the finished sequence of a row; None if the compaction of its last tokens has faults."""
+        assert self._state is not None
+        request, answer = self._running[row]
+        state = compact_layers(self._copy_row(self._state, row))
+        if np.asarray(_count_faults(state, self._mesh)).any():
+            return None
+        first = 0 if request.document is not None else len(request.prompt)
+        first = first if request.turn is None else request.turn.num_first
+        return Turn((*request.prompt, *answer.tokens), answer.text, first, state)
 
     def _describe_faults(self, row: int) -> str:
         """Returns the faults of a row."""
@@ -513,6 +574,11 @@ def _insert_row(
     return constrain_state(kvjax.insert_rows(state, row_state, row), mesh)
 
 
+@functools.partial(jax.jit, static_argnames=("mesh",))
+def _take_row(state: GenerationState, row: Int[Array, "1"], mesh: Mesh | None) -> GenerationState:
+    return constrain_state(kvjax.take_rows(state, row), mesh)
+
+
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
 def _finish_rows(state: GenerationState, rows: Array, mesh: Mesh | None) -> GenerationState:
     return constrain_state(dataclasses.replace(state, done=state.done | rows), mesh)
@@ -525,4 +591,4 @@ def _count_faults(state: GenerationState, mesh: Mesh | None) -> Int[Array, "B"]:
     return faults
 
 
-_PROGRAMS = (_insert_row, _finish_rows, _write_text, _count_faults)
+_PROGRAMS = (_insert_row, _take_row, _finish_rows, _write_text, _count_faults)

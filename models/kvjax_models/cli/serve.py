@@ -32,6 +32,7 @@ class Serve(ModelOptions):
     max_queue: int = 64  # Maximum number of sequences that wait for a row, and of texts that wait to be read.
     max_body_bytes: str = "4MiB"  # Maximum size of a request.
     cache_bytes: str = "4GiB"  # Maximum bytes of the documents in memory; further ones are on disk, or refused.
+    conversations: int = 16  # Answers whose caches are kept for the next turn, in the memory that documents leave.
     documents_dir: str | None = None  # Directory in which documents are saved; they survive a restart.
     name: str | None = None  # Name of the model in requests; by default the last part of --model.
     host: str = "127.0.0.1"  # Address to listen on.
@@ -67,6 +68,7 @@ class Serve(ModelOptions):
             max_prompt_tokens=self.max_prompt_tokens,
             max_new_tokens=self.max_new_tokens,
             max_queue=self.max_queue,
+            conversations=self.conversations,
             documents_dir=self.documents_dir,
             cache_bytes=_parse_bytes("cache_bytes", self.cache_bytes),
         )

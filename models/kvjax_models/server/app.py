@@ -22,6 +22,7 @@ from starlette.routing import Route
 from kvjax_models.engine import Output, TokenLogprobs
 from kvjax_models.server import schema
 from kvjax_models.server.answers import Format, TokenBytes, event
+from kvjax_models.server.conversations import digests
 from kvjax_models.server.errors import RequestError, as_request_error
 from kvjax_models.server.guard import Guard
 from kvjax_models.server.metrics import Metrics
@@ -156,7 +157,7 @@ class _Handlers:
         self._check_ready()
         body = schema.parse(kind, await self._read_body(request))
         self._check_model(body.model)
-        job = await self._make_job(body)
+        job = await self._make_job(body, request.headers.get("authorization", ""))
         usage = _Usage(job, body.n)
         self._reserve(len(job.prompts))
         outcome = "cancelled"
@@ -165,7 +166,7 @@ class _Handlers:
             self._num_sequences -= len(job.prompts)
             self._worker.abort(job)
             self._metrics.requests.labels(usage.outcome or outcome).inc()
-            self._metrics.prompt_tokens.inc(sum(map(len, job.prompts)))
+            self._metrics.prompt_tokens.inc(sum(len(prompt) - job.num_reused for prompt in job.prompts))
             self._metrics.cached_tokens.inc(usage.cached_tokens)
             self._metrics.new_tokens.inc(usage.completion_tokens)
             self._metrics.duration.observe(time.monotonic() - start)
@@ -188,8 +189,8 @@ class _Handlers:
             if not is_streamed:
                 close()
 
-    async def _make_job(self, body: schema.ChatRequest | schema.CompletionRequest) -> Job:
-        """Checks the fields of a request and encodes its prompts."""
+    async def _make_job(self, body: schema.ChatRequest | schema.CompletionRequest, authorization: str) -> Job:
+        """Checks the fields of a request and encodes its prompts; `authorization` is the client's key."""
         body.check()
         sampling, stop, limit = body.sampling(), body.stops(), body.limit()
         if limit is not None and limit < 1:
@@ -208,7 +209,10 @@ class _Handlers:
             )
         prompts = [prompt for prompt in prompts for _ in range(body.n)]
         seed = secrets.randbits(32) if body.seed is None else body.seed
-        return Job(prompts, document, sampling, stop, limit, seed)
+        job = Job(prompts, document, sampling, stop, limit, seed)
+        if isinstance(body, schema.ChatRequest) and body.reuse and worker.settings.conversations:
+            job.conversation = digests(authorization, schema.check_messages(body.messages))
+        return job
 
     def _reserve(self, count: int) -> None:
         """Counts the sequences of a request, or refuses it if too many wait."""
@@ -270,10 +274,12 @@ class _Usage:
     @property
     def cached_tokens(self) -> int:
         before = 0 if self.job.document is None else self.job.document.num_tokens
-        return before * len(self.job.prompts) // self.n
+        return (before + self.job.num_reused) * len(self.job.prompts) // self.n
 
     def as_json(self) -> dict[str, Any]:
-        prompt = self.cached_tokens + sum(map(len, self.job.prompts)) // self.n
+        num_sequences = len(self.job.prompts) // self.n
+        before = 0 if self.job.document is None else self.job.document.num_tokens
+        prompt = before * num_sequences + sum(map(len, self.job.prompts)) // self.n
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.completion_tokens,

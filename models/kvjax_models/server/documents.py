@@ -1,5 +1,7 @@
 """The documents of a server: those used most recently are in memory, all are in a directory if there is one.
 
+The caches of conversations have the memory that documents leave.
+
 A document is written to a temporary directory, which is then renamed: a name in the directory is a complete document.
 All methods but `check_text` are called in the worker's thread.
 """
@@ -23,6 +25,7 @@ from kvjax_models import atomic_io
 from kvjax_models.cache import CachedModel, encode_text, read_steps
 from kvjax_models.document import Document
 from kvjax_models.prompts import Prompt
+from kvjax_models.server.conversations import Conversations
 from kvjax_models.server.errors import RequestError
 
 if TYPE_CHECKING:
@@ -35,14 +38,15 @@ _PARTIAL = ".partial-"  # start of the names of directories that are not complet
 class Documents:
     """Documents by id."""
 
-    def __init__(self, cache: CachedModel, settings: "Settings") -> None:
+    def __init__(self, cache: CachedModel, settings: "Settings", conversations: Conversations) -> None:
         """Opens the directory of documents.
 
         Args:
             cache: the model, with policy and budget of new documents.
             settings: sizes of the server, directory and limit of bytes.
+            conversations: caches that make room for documents.
         """
-        self._cache, self._settings = cache, settings
+        self._cache, self._settings, self._conversations = cache, settings, conversations
         self._in_memory: collections.OrderedDict[str, Document] = collections.OrderedDict()  # oldest use first
         self._lock: filelock.BaseFileLock | None = None
         self._directory = None if settings.documents_dir is None else pathlib.Path(settings.documents_dir)
@@ -204,6 +208,7 @@ class Documents:
         limit = self._settings.cache_bytes
         while limit is not None and len(self) > 1 and self.held_bytes > limit:
             self._in_memory.popitem(last=False)
+        self._conversations.trim()
 
     def _save(self, document: Document, path: pathlib.Path) -> None:
         """Writes a document; a failure leaves nothing."""

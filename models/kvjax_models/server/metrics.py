@@ -14,7 +14,7 @@ class Metrics:
     Attributes:
         requests: finished requests by outcome: "stop", "length", "error" or "cancelled".
         prompt_tokens: tokens of prompts and questions that were read.
-        cached_tokens: tokens of documents that were not read again.
+        cached_tokens: tokens of documents and conversations that were not read again.
         new_tokens: generated tokens.
         first_token: seconds from a request to its first token.
         duration: seconds from a request to its end.
@@ -29,7 +29,7 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         self.requests = Counter("kvjax_requests", "Finished requests", ["outcome"], registry=registry)
         self.prompt_tokens = Counter("kvjax_prompt_tokens", "Tokens of prompts and questions", registry=registry)
-        self.cached_tokens = Counter("kvjax_cached_tokens", "Tokens of documents, not read again", registry=registry)
+        self.cached_tokens = Counter("kvjax_cached_tokens", "Tokens that were not read again", registry=registry)
         self.new_tokens = Counter("kvjax_new_tokens", "Generated tokens", registry=registry)
         self.first_token = Histogram(
             "kvjax_first_token_seconds", "Seconds to the first token", buckets=_SECONDS, registry=registry
@@ -40,6 +40,8 @@ class Metrics:
             ("kvjax_sequences_waiting", "Sequences that wait for a row", lambda: worker.num_waiting),
             ("kvjax_documents", "Documents in memory", lambda: len(worker.documents or ())),
             ("kvjax_documents_bytes", "Bytes of documents in memory", lambda: worker.held_bytes),
+            ("kvjax_conversations", "Answers that can be continued", lambda: len(worker.conversations)),
+            ("kvjax_conversations_bytes", "Bytes of their caches", lambda: worker.conversations.held_bytes),
         ):
             Gauge(name, text, registry=registry).set_function(function)
 

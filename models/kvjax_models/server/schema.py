@@ -45,7 +45,7 @@ _NEUTRAL_IN_MESSAGE = ("refusal", "annotations", "audio", "function_call", "tool
 _UNSUPPORTED = {
     "tools": "this server does not call tools",
     "response_format": "this server does not constrain answers; only {'type': 'text'} is possible",
-    "reuse": "this server does not continue earlier answers",
+    "reuse": "only chat completions continue earlier answers",
 }
 
 
@@ -128,6 +128,7 @@ class ChatRequest(_Generation, kw_only=True):
     logprobs: bool = False
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reuse: bool = True
 
     @property
     def num_top_logprobs(self) -> int | None:

@@ -8,9 +8,10 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import math
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,8 +19,9 @@ from absl import logging
 
 from kvjax_models.cache import CachedModel
 from kvjax_models.document import Document
-from kvjax_models.engine import Engine, Output, seed_of_prompt
+from kvjax_models.engine import Engine, Output, Turn, seed_of_prompt
 from kvjax_models.generation.sampling import Sampling
+from kvjax_models.server.conversations import Conversations, extend_digest
 from kvjax_models.server.documents import Documents
 from kvjax_models.server.errors import RequestError
 
@@ -38,7 +40,8 @@ class Settings:
         max_prefill_steps: see `Engine`.
         stream_interval: see `Engine`.
         documents_dir: directory of saved documents; None to keep them in memory only.
-        cache_bytes: maximum bytes of the documents in memory; None for no limit.
+        cache_bytes: maximum bytes of documents and conversations in memory; None for no limit.
+        conversations: maximum number of answers whose caches further turns continue.
     """
 
     rows: int | str = 4
@@ -51,6 +54,7 @@ class Settings:
     stream_interval: int = 8
     documents_dir: str | None = None
     cache_bytes: int | None = None
+    conversations: int = 16
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,6 +68,8 @@ class Job:
         stop: stop strings.
         max_new_tokens: maximum number of new tokens of each; None for the server's.
         seed: seed of the first sequence.
+        conversation: digests of the messages of a chat that continues earlier turns; None for other requests.
+        num_reused: tokens of the turn that the sequences continue.
         outputs: pairs of the sequence's index and its output, or an exception that ends the job.
     """
 
@@ -73,6 +79,8 @@ class Job:
     stop: tuple[str, ...]
     max_new_tokens: int | None
     seed: int
+    conversation: list[bytes] | None = None
+    num_reused: int = 0
     outputs: asyncio.Queue[tuple[int, Output] | Exception] = dataclasses.field(default_factory=asyncio.Queue)
     loop: asyncio.AbstractEventLoop = dataclasses.field(default_factory=asyncio.get_running_loop)
 
@@ -85,30 +93,45 @@ class Job:
 class _Lane:
     """An engine, and the jobs of its requests."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, conversations: Conversations) -> None:
+        self.engine, self._conversations = engine, conversations
         self.jobs: dict[int, tuple[Job, int]] = {}  # and the index of the sequence, by number of the request
 
     def add(self, job: Job, default_limit: int) -> None:
         """Adds all sequences of a job, or none if one is invalid."""
         numbers: list[int] = []
+        turn = self._find_turn(job, default_limit)
+        job.num_reused = 0 if turn is None else len(turn.tokens)
         try:
             for index, prompt in enumerate(job.prompts):
                 limit = job.max_new_tokens
                 if limit is None:  # what capacity and context leave; if that is nothing, the engine raises an error
-                    before, capacity = 0, default_limit
+                    before, capacity = 0, default_limit - _num_later(prompt, turn)
                     if job.document is not None:
                         before, capacity = job.document.num_tokens, job.document.max_new_tokens - len(prompt)
                     context = self.engine.generator.config.max_length - before - len(prompt)
                     limit = max(min(capacity, context), 1)
                 seed = seed_of_prompt(job.seed, index)
                 options: Any = {"sampling": job.sampling, "stop": job.stop, "max_new_tokens": limit, "seed": seed}
+                options |= {"turn": turn, "keep": job.conversation is not None}
                 numbers.append(self.engine.add(prompt, job.document, **options))
         except BaseException:
             for number in numbers:
                 self.engine.abort(number)
             raise
         self.jobs |= {number: (job, index) for index, number in enumerate(numbers)}
+
+    def _find_turn(self, job: Job, default_limit: int) -> Turn | None:
+        """Returns the turn that a job continues, if its row has capacity for the answer."""
+        if job.conversation is None:
+            return None
+        turn = self._conversations.find(job.document, job.conversation, job.prompts[0])
+        if turn is not None and job.document is None:
+            # Without a limit, a short answer is not worth the time that a continued row saves.
+            needed = max(default_limit // 2, 1) if job.max_new_tokens is None else job.max_new_tokens
+            if _num_later(job.prompts[0], turn) + needed > default_limit:
+                return None
+        return turn
 
     def abort(self, job: Job) -> None:
         """Ends all sequences of a job."""
@@ -122,6 +145,10 @@ class _Lane:
             if output.number not in self.jobs:  # of a job that was ended
                 continue
             job, index = self.jobs[output.number]
+            if output.turn is not None and job.conversation is not None:
+                answer = {"role": "assistant", "content": output.turn.text}
+                self._conversations.add(job.document, extend_digest(job.conversation[-1], answer), output.turn)
+                output = output._replace(turn=None)  # the handler must not keep it
             if output.finish_reason is not None:
                 del self.jobs[output.number]
             if output.error is not None:
@@ -135,6 +162,11 @@ class _Lane:
         for job in {job for job, _ in self.jobs.values()}:
             job.send(error)
         self.jobs.clear()
+
+
+def _num_later(prompt: Sequence[int], turn: Turn | None) -> int:
+    """Returns how many tokens of a prompt come after the first prompt of the turn that it continues."""
+    return 0 if turn is None else len(prompt) - turn.num_first
 
 
 class Worker:
@@ -156,6 +188,8 @@ class Worker:
         self.settings, self._load = settings, load
         self.cache: CachedModel | None = None
         self.documents: Documents | None = None
+        limit = math.inf if settings.cache_bytes is None else settings.cache_bytes
+        self.conversations = Conversations(settings.conversations, lambda: limit - self.held_bytes)
         self.error: BaseException | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._calls: set[Future[Any]] = set()
@@ -261,7 +295,7 @@ class Worker:
             self.settings = dataclasses.replace(self.settings, max_prompt_tokens=limit)
             self.cache = cache
             self._plain_lane()
-            self.documents = Documents(cache, self.settings)
+            self.documents = Documents(cache, self.settings, self.conversations)
             while not self._is_stopping:
                 self._run_commands()
                 self._start_jobs()
@@ -300,7 +334,7 @@ class Worker:
                 max_prefill_steps=settings.max_prefill_steps,
                 stream_interval=settings.stream_interval,
             )
-            self._lanes[None] = _Lane(engine)
+            self._lanes[None] = _Lane(engine, self.conversations)
         return self._lanes[None]
 
     def _start_jobs(self) -> None:
@@ -324,7 +358,8 @@ class Worker:
                 return None
             settings = self.settings
             options = {"max_prefill_steps": settings.max_prefill_steps, "stream_interval": settings.stream_interval}
-            self._lanes[document] = _Lane(document.engine(rows=settings.document_rows, **options))
+            engine = document.engine(rows=settings.document_rows, **options)
+            self._lanes[document] = _Lane(engine, self.conversations)
         return self._lanes[document]
 
     def _step(self, document: Document | None, lane: _Lane) -> None:
