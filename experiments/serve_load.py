@@ -6,6 +6,10 @@ Prompts have mixed lengths and sampling, half of the answers are streamed, and a
 random moments. For each policy the command prints the requests per second, the time to the first token, the occupied
 rows at the end, and the resident memory of the server after each quarter of the requests. An answer that differs from
 `generate_many` with its seed, or a row that stays occupied, is an error.
+
+`--other` compares with another server of the same interface on the same requests, for example that of transformers:
+
+    --other "transformers serve --force-model DIR --port {port}"
 """
 
 import concurrent.futures
@@ -15,6 +19,7 @@ import http.client
 import json
 import pathlib
 import random
+import shlex
 import socket
 import statistics
 import subprocess
@@ -44,6 +49,7 @@ class Options(Flags):
     max_new_tokens: int = 24  # Maximum length of an answer.
     check: int = 20  # Number of answers that are compared with the library's.
     seed: int = 0  # Seed of the requests.
+    other: tuple[str, ...] = repeatable()  # Command of another server, with {port}; repeatable.
 
 
 def main(options: Options) -> None:
@@ -54,10 +60,15 @@ def main(options: Options) -> None:
     """
     for policy in options.policy:
         print(json.dumps({"policy": policy, **measure(options, policy)}), flush=True)
+    for command in options.other:
+        requests = [_make_request(options, number) for number in range(options.requests)]
+        with _server(command) as (port, process):
+            result = _send_all(options, requests, port, process)[1]
+        print(json.dumps({"server": command, **result}), flush=True)
 
 
 def measure(options: Options, policy: str) -> dict[str, Any]:
-    """Sends all requests to a server with a policy.
+    """Sends all requests to a server with a policy, and compares answers with the library's.
 
     Args:
         options: the options.
@@ -70,38 +81,49 @@ def measure(options: Options, policy: str) -> dict[str, Any]:
         AssertionError: if an answer differs from the library's, or a row stays occupied.
     """
     requests = [_make_request(options, number) for number in range(options.requests)]
-    memory: list[int] = []
-    with _server(options, policy) as (port, process):
-        _send(port, requests[0] | {"cancel_after": None})  # compiles
-        start = time.monotonic()
-        with concurrent.futures.ThreadPoolExecutor(options.clients) as pool:
-            jobs = [pool.submit(_send, port, request) for request in requests]
-            for number, job in enumerate(jobs, 1):
-                job.result()
-                if number % max(options.requests // 4, 1) == 0:
-                    memory.append(_resident_mebibytes(process.pid))
-        seconds = time.monotonic() - start
+    command = shlex.join([
+        sys.executable, "-m", "kvjax_models.cli", "serve", f"--model={options.model}", f"--policy={policy}",
+        f"--rows={options.rows}", f"--max_prompt_tokens={options.max_prompt_tokens}", "--name=model",
+        f"--max_new_tokens={options.max_new_tokens}", f"--max_queue={options.clients}", "--port={port}",
+    ])  # fmt: skip
+    with _server(command) as (port, process):
+        answers, result = _send_all(options, requests, port, process)
         time.sleep(2)
         metrics = _metrics(port)
-    answers = [job.result() for job in jobs]
+    assert process.returncode == 0, "the server has failed"
     assert metrics["kvjax_rows_running"] == metrics["kvjax_sequences_waiting"] == 0, metrics
     complete = [number for number, answer in enumerate(answers) if answer["text"] is not None]
     engine, llm = _engine(options, policy)
     checked = random.Random(options.seed).sample(complete, min(options.check, len(complete)))
     differing = [n for n in checked if _alone(engine, llm, requests[n]["body"]) != answers[n]["text"]]
     assert not differing, f"the answers of requests {differing} differ from the library's"
+    return {"rows": engine.generator.batch, **result, "compared_and_equal": len(checked)}
+
+
+def _send_all(
+    options: Options, requests: list[dict[str, Any]], port: int, process: subprocess.Popen[bytes]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Sends all requests; returns the answers and the measures."""
+    memory: list[int] = []
+    _send(port, requests[0] | {"cancel_after": None})  # compiles
+    start = time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(options.clients) as pool:
+        jobs = [pool.submit(_send, port, request) for request in requests]
+        for number, job in enumerate(jobs, 1):
+            job.result()
+            if number % max(options.requests // 4, 1) == 0:
+                memory.append(_resident_mebibytes(process.pid))
+    seconds = time.monotonic() - start
+    answers = [job.result() for job in jobs]
     first = [answer["first"] for answer in answers if answer["first"] is not None]
-    return {
+    return answers, {
         "requests": options.requests,
-        "cancelled": options.requests - len(complete),
-        "compared_and_equal": len(checked),
+        "cancelled": sum(answer["text"] is None for answer in answers),
         "seconds": round(seconds, 1),
         "requests_per_second": round(options.requests / seconds, 2),
-        "tokens_per_second": round(metrics["kvjax_new_tokens_total"] / seconds, 1),
         "first_token_median": round(statistics.median(first), 2),
         "first_token_p90": round(statistics.quantiles(first, n=10)[-1], 2),
         "resident_mebibytes": memory,
-        "rows": engine.generator.batch,
     }
 
 
@@ -110,7 +132,7 @@ def _make_request(options: Options, number: int) -> dict[str, Any]:
     rng = random.Random(f"{options.seed} {number}")
     prompt = f"Note {number}: " + " ".join(rng.choices(_WORDS, k=rng.choice([8, 40, 150, 400])))
     body = {
-        "prompt": prompt,
+        "messages": [{"role": "user", "content": prompt}],
         "seed": number,
         "max_tokens": rng.randint(4, options.max_new_tokens),
         "stream": number % 2 == 0,
@@ -126,39 +148,37 @@ def _send(port: int, request: dict[str, Any]) -> dict[str, Any]:
     body = request["body"]
     with contextlib.closing(connection):
         try:
-            connection.request("POST", "/v1/completions", json.dumps({"model": "model", **body}))
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/chat/completions", json.dumps({"model": "model", **body}), headers)
             response = connection.getresponse()
+            assert response.status == 200, response.read()
             if not body["stream"]:
                 answer = json.loads(response.read())
-                return {"text": answer["choices"][0]["text"], "first": None}
+                return {"text": answer["choices"][0]["message"]["content"], "first": None}
             for line in response:
                 if not line.startswith(b"data: {"):
                     continue
-                first = first or time.monotonic() - start
-                text += "".join(choice["text"] for choice in json.loads(line[6:])["choices"])
+                text += "".join(choice["delta"].get("content") or "" for choice in json.loads(line[6:])["choices"])
+                if text:
+                    first = first or time.monotonic() - start
         except TimeoutError:
             return {"text": None, "first": first}
     return {"text": text, "first": first}
 
 
 @contextlib.contextmanager
-def _server(options: Options, policy: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
-    """Runs a server; yields its port and its process."""
+def _server(command: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """Runs a server by a command with `{port}`; yields its port and its process."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    command = [
-        sys.executable, "-m", "kvjax_models.cli", "serve", f"--model={options.model}", f"--policy={policy}",
-        f"--rows={options.rows}", f"--max_prompt_tokens={options.max_prompt_tokens}", "--name=model",
-        f"--max_new_tokens={options.max_new_tokens}", f"--port={port}", f"--max_queue={options.clients}",
-    ]  # fmt: skip
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(shlex.split(command.format(port=port)))
     try:
         while not _is_ready(port):
             assert process.poll() is None, "the server has ended"
             time.sleep(0.5)
         yield port, process
         process.terminate()
-        assert process.wait(60) == 0
+        process.wait(60)
     finally:
         process.kill()
 
@@ -200,7 +220,7 @@ def _alone(engine: Engine, llm: language_model.LanguageModel, body: dict[str, An
     """Returns the library's answer to a request."""
     options = {name: body[name] for name in ("temperature", "top_k", "top_p") if name in body}
     engine.add(
-        llm.encode(body["prompt"]), sampling=Sampling(**options), max_new_tokens=body["max_tokens"], seed=body["seed"]
+        llm.encode(body["messages"]), sampling=Sampling(**options), max_new_tokens=body["max_tokens"], seed=body["seed"]
     )
     return "".join(output.text for output in engine.run())
 

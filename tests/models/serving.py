@@ -3,14 +3,17 @@
 import contextlib
 import http.client
 import json
+import os
 import socket
 import threading
 import time
 
+import pytest
 import uvicorn
 
 from kvjax_models.server.app import Access, make_app
 from kvjax_models.server.worker import Settings, Worker
+from tests.models.support import start_python
 
 MODEL = "tiny"
 
@@ -92,3 +95,34 @@ def wait_until(condition, seconds=60):
     while not condition():
         assert time.monotonic() < end, "the condition was not fulfilled in time"
         time.sleep(0.01)
+
+
+class Client(Server):
+    """Requests to a server in another process."""
+
+    def __init__(self, port):
+        self.port = port
+
+
+def answers(server):
+    try:
+        return server.request("GET", "/health")
+    except (ConnectionError, http.client.HTTPException):
+        return False
+
+
+@contextlib.contextmanager
+def run_command(*options, flags=""):
+    """Runs the command in another process; yields a client and the process."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    code = "import sys; from kvjax_models import cli; sys.argv[0] = 'kvjax'; cli.run()"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {flags}")
+        process = start_python(code, "serve", f"--port={port}", f"--name={MODEL}", *options)
+    try:
+        client = Client(port)
+        wait_until(lambda: (answers(client) or (0,))[0] == 200 or process.poll() is not None, 200)
+        yield client, process
+    finally:
+        process.kill()

@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import http.client
 import json
-import os
 import random
 import re
 import shutil
@@ -20,8 +19,8 @@ from kvjax_models.generation.sampling import Sampling
 from kvjax_models.server.app import _PAGE
 from kvjax_models.server.worker import _Lane
 from tests.models import chain, tiny
-from tests.models.serving import MODEL, Server, wait_until
-from tests.models.support import damage_bytes, start_python
+from tests.models.serving import MODEL, Server, answers, run_command, wait_until
+from tests.models.support import damage_bytes
 
 # The last character of a prompt selects the answer.
 EMOJI, FLAG, HAN = "😀", "🇩🇪", "漢字"
@@ -674,36 +673,12 @@ def test_health_while_loading(cache):
     server.worker._load = lambda: is_loaded.wait(60) and cache
     with contextlib.suppress(AssertionError):
         server._thread.start()
-    wait_until(lambda: _answers(server))
+    wait_until(lambda: answers(server))
     assert server.request("GET", "/health") == (503, {"status": "loading"})
     refuse(server, status=503)
     is_loaded.set()
     wait_until(lambda: server.request("GET", "/health") == (200, {"status": "ok"}))
     server.__exit__()
-
-
-def _answers(server):
-    try:
-        return server.request("GET", "/health")
-    except (ConnectionError, http.client.HTTPException):
-        return False
-
-
-@contextlib.contextmanager
-def run_command(*options, flags=""):
-    """Runs the command in another process; yields a client and the process."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    code = "import sys; from kvjax_models import cli; sys.argv[0] = 'kvjax'; cli.run()"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {flags}")
-        process = start_python(code, "serve", f"--port={port}", f"--name={MODEL}", *options)
-    try:
-        client = Client(port)
-        wait_until(lambda: (_answers(client) or (0,))[0] == 200 or process.poll() is not None, 200)
-        yield client, process
-    finally:
-        process.kill()
 
 
 def test_the_command_ends_at_sigterm(tmp_path):
@@ -739,10 +714,3 @@ def test_a_mesh_of_eight_devices(tmp_path):
                 jobs = [pool.submit(ask, client, CHAT, False, q, max_tokens=9, document="ships") for q in "abc"]
                 answers.append([*(job.result() for job in jobs), ask(client, TEXT, True, "hello", max_tokens=9)])
     assert answers[0] == answers[1]
-
-
-class Client(Server):
-    """Requests to a server in another process."""
-
-    def __init__(self, port):
-        self.port = port

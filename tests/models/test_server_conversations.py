@@ -199,9 +199,9 @@ def test_turns_used_least_recently_are_dropped(llm):
         assert not is_held(server, 1, texts[1])
     with Server(llm.cache(), {"conversations": 0}) as server:
         assert not is_held(server, 0, ask(server, questions[:1])[0][0])
-    with Server(llm.cache(), {"cache_bytes": int(2.5 * size)}) as server:
+    with Server(llm.cache(), {"cache_bytes": int(2.2 * size)}) as server:
         texts = [ask(server, [one])[0][0] for one in questions]
         assert server.metric("kvjax_conversations_bytes") == 2 * size
         assert is_held(server, 2, texts[2]) and not is_held(server, 0, texts[0])
         held = server.post("/v1/documents", text="A text that takes the memory. " * 5)[1]["bytes"]
-        assert held > 0.5 * size and server.metric("kvjax_conversations_bytes") <= 2.5 * size - held
+        assert held > 0.2 * size and server.metric("kvjax_conversations_bytes") <= 2.2 * size - held

@@ -53,6 +53,7 @@ class Documents:
         if self._directory is not None:
             self._lock = atomic_io.lock_directory(self._directory)
             for path in self._directory.glob(f"{_PARTIAL}*"):  # of a process that was killed
+                logging.warning("document %r was not complete and is deleted", path.name.removeprefix(_PARTIAL))
                 shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
