@@ -91,6 +91,34 @@ def test_tokens_equal_those_of_each_request_alone(name):
     assert reasons == dict.fromkeys(range(5), "length")
 
 
+@pytest.mark.parametrize("name", each(POLICIES, quick=("clustergen",)))
+def test_requests_continue_finished_ones(name):
+    """With the tokens of a state that two prompts are appended to, whatever other rows do."""
+    some_engine = make_engine(POLICIES[name], max_new_tokens=56, stream_interval=3)
+    first, question, sampling = prompts()[3], prompts()[1][:9], Sampling(0.9, repetition_penalty=1.3)
+
+    def finish(prompt, limit, seed, **options):
+        some_engine.add(prompts()[0], max_new_tokens=20 + seed)
+        number = some_engine.add(prompt, sampling=sampling, max_new_tokens=limit, seed=seed, keep=True, **options)
+        return [output.turn for output in some_engine.run() if output.number == number][-1]
+
+    turn = finish(first, 13, 1)
+    turns = [finish([*turn.tokens, *question], 11, 2, turn=turn) for _ in range(2)]
+    assert turns[0].tokens == turns[1].tokens and turns[0].text == turns[1].text and turns[0].num_first == len(first)
+    alone = some_engine.generator.with_batch(1)
+    [tokens], state = alone.decode_all(alone.prefill(alone.init_state(1, sampling), [first]), 13)
+    assert turn.tokens == (*first, *tokens)
+    rows = dataclasses.replace(state.sampling, in_prompt=state.sampling.in_prompt | (state.sampling.counts > 0))
+    rows = dataclasses.replace(rows, counts=jnp.zeros_like(rows.counts))
+    state = alone.prefill(alone.reseed(dataclasses.replace(state, sampling=rows), 2), [question])
+    assert turns[0].tokens == (*turn.tokens, *question, *alone.decode_all(state, 11)[0][0])
+    for prompt in (turn.tokens, [0, *turn.tokens], first):
+        with pytest.raises(ValueError, match="continue the 33 tokens of the turn"):
+            some_engine.add(prompt, turn=turn)
+    with pytest.raises(ValueError, match="exceed the 76 tokens"):
+        some_engine.add([*turn.tokens, *question], turn=turn, max_new_tokens=40)
+
+
 def test_tokens_do_not_depend_on_rows_or_prefill_steps():
     results = []
     for rows, steps in ((3, None), (8, 1), (1, 2)):
