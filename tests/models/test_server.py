@@ -243,14 +243,14 @@ def test_k7_messages(server, path, stream):
             refuse(server, TEXT, prompt, stream=stream)
         return
     for messages, sentence in (
-        ([], "messages is empty"),
+        ([], "length >= 1 - at `$.messages`"),
         ([message("system", "x")], "no user message"),
         ([message("user", "x"), message("user", "y")], "roles must alternate"),
         ([message("robot", "x")], "role"),
         ([message("user", None)], "content"),
         ([message("user", 3)], "content"),
         ([message("user", [{"type": "image_url", "image_url": {"url": "data:"}}])], "'image_url'"),
-        ([message("user", [{"type": "text"}])], "type 'text'"),
+        ([message("user", [{"type": "text"}])], "field `text`"),
         ([{"content": "x"}], "role"),
     ):
         status, answer = chat(messages)

@@ -20,6 +20,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from kvjax_models.engine import Output, TokenLogprobs
+from kvjax_models.generation.answer_text import check_stop
 from kvjax_models.server import schema
 from kvjax_models.server.answers import Format, TokenBytes, event
 from kvjax_models.server.conversations import digests
@@ -191,10 +192,9 @@ class _Handlers:
 
     async def _make_job(self, body: schema.ChatRequest | schema.CompletionRequest, authorization: str) -> Job:
         """Checks the fields of a request and encodes its prompts; `authorization` is the client's key."""
-        body.check()
-        sampling, stop, limit = body.sampling(), body.stops(), body.limit()
-        if limit is not None and limit < 1:
-            raise RequestError(f"max_tokens={limit} must be at least 1", param="max_tokens")
+        if body.stream_options is not None and not body.stream:
+            raise RequestError("stream_options requires stream=true", param="stream_options")
+        sampling, stop = body.sampling(), check_stop(body.stop)
         worker = self._worker
         assert worker.cache is not None and worker.documents is not None
         document = None if body.document is None else await worker.call(worker.documents.get, body.document)
@@ -209,9 +209,9 @@ class _Handlers:
             )
         prompts = [prompt for prompt in prompts for _ in range(body.n)]
         seed = secrets.randbits(32) if body.seed is None else body.seed
-        job = Job(prompts, document, sampling, stop, limit, seed)
+        job = Job(prompts, document, sampling, stop, body.limit(), seed)
         if isinstance(body, schema.ChatRequest) and body.reuse and worker.settings.conversations:
-            job.conversation = digests(authorization, schema.check_messages(body.messages))
+            job.conversation = digests(authorization, [message.as_message() for message in body.messages])
         return job
 
     def _reserve(self, count: int) -> None:

@@ -5,8 +5,7 @@ ask for nothing. Every other field is refused by name, because the answer would 
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_CHOICES = 128  # sequences of a request, as in OpenAI's interface
-_MAX_STOPS, _MAX_STOP_LENGTH = 16, 1000
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 _COMPLETION_TOKENS = 16  # of a text completion by default, as in OpenAI's interface
 _IGNORED = {
     "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -41,12 +38,47 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # values that ask for nothing
     "best_of": (1,),
     "reuse": (False,),
 }
-_NEUTRAL_IN_MESSAGE = ("refusal", "annotations", "audio", "function_call", "tool_calls")  # if null or empty
 _UNSUPPORTED = {
     "tools": "this server does not call tools",
     "response_format": "this server does not constrain answers; only {'type': 'text'} is possible",
     "reuse": "only chat completions continue earlier answers",
 }
+
+
+_Tokens = Annotated[int, msgspec.Meta(ge=1)]
+_Empty = Annotated[list[Any], msgspec.Meta(max_length=0)]
+_Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """A part of a message's content; other types are refused."""
+
+    text: str
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """A message; fields of answers that clients send back must be null or empty."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    refusal: _Empty = ()  # type: ignore[assignment]
+    annotations: _Empty = ()  # type: ignore[assignment]
+    audio: _Empty = ()  # type: ignore[assignment]
+    function_call: _Empty = ()  # type: ignore[assignment]
+    tool_calls: _Empty = ()  # type: ignore[assignment]
+
+    def as_message(self) -> Message:
+        """Returns role, content as text, and the name if there is one."""
+        content = self.content
+        if content is None and self.role != "assistant":
+            raise RequestError("content of messages must be a text or a list of text parts", param="messages")
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        return {"role": self.role, "content": content or ""} | ({} if self.name is None else {"name": self.name})
+
+
+_Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -62,7 +94,7 @@ class _Generation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
+    max_tokens: _Tokens | None = None
     temperature: float = 1.0
     top_p: float | None = None
     top_k: int | None = None
@@ -70,9 +102,9 @@ class _Generation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    stop: str | list[str] = ()  # type: ignore[assignment]
-    seed: int | None = None
-    n: int = 1
+    stop: _Stop | Annotated[list[_Stop], msgspec.Meta(max_length=16)] = ()  # type: ignore[assignment]
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
     document: str | None = None
 
     @property
@@ -93,38 +125,12 @@ class _Generation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             logprobs=self.num_top_logprobs,
         )
 
-    def stops(self) -> tuple[str, ...]:
-        """Returns the stop strings.
-
-        Raises:
-            RequestError: if there are too many, or one is empty or too long.
-        """
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if len(stops) > _MAX_STOPS or not all(0 < len(one) <= _MAX_STOP_LENGTH for one in stops):
-            raise RequestError(
-                f"stop must be at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_LENGTH} characters", param="stop"
-            )
-        return stops
-
-    def check(self) -> None:
-        """Checks the numbers that no other part checks.
-
-        Raises:
-            RequestError: if one is invalid.
-        """
-        if not 1 <= self.n <= MAX_CHOICES:
-            raise RequestError(f"n={self.n} must be from 1 to {MAX_CHOICES}", param="n")
-        if self.seed is not None and not 0 <= self.seed < 2**32:
-            raise RequestError(f"seed={self.seed} must be from 0 to 2**32 - 1", param="seed")
-        if self.stream_options is not None and not self.stream:
-            raise RequestError("stream_options requires stream=true", param="stream_options")
-
 
 class ChatRequest(_Generation, kw_only=True):
     """The body of a chat completion."""
 
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    messages: _Messages
+    max_completion_tokens: _Tokens | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -151,7 +157,7 @@ class ChatRequest(_Generation, kw_only=True):
         Raises:
             RequestError: if messages are invalid.
         """
-        messages = check_messages(self.messages)
+        messages = [message.as_message() for message in self.messages]
         if document is None:
             return [llm.encode(messages, self.chat_template_kwargs)]
         if self.chat_template_kwargs:
@@ -211,7 +217,7 @@ class DocumentRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     id: str | None = None
     text: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: _Messages | None = None
 
     def content(self) -> str | list[Message]:
         """Returns the text or the conversation.
@@ -222,7 +228,7 @@ class DocumentRequest(msgspec.Struct, forbid_unknown_fields=True):
         if (self.text is None) == (self.messages is None):
             raise RequestError("a document has either text or messages", param="text")
         if self.messages is not None:
-            return check_messages(self.messages)
+            return [message.as_message() for message in self.messages]
         if not self.text:
             raise RequestError("text is empty", param="text")
         return self.text
@@ -251,49 +257,13 @@ def parse(kind: type[T], body: bytes) -> T:
             reason = _UNSUPPORTED.get(name, "this server does not have it; remove it")
             raise RequestError(f"field {name[:100]!r} is not supported: {reason}", param=name[:100])
         del values[name]
+    if isinstance(messages := values.get("messages"), list):  # the client openai sends back fields that are null
+        values["messages"] = [
+            {name: value for name, value in one.items() if value is not None} if isinstance(one, dict) else one
+            for one in messages
+        ]
     try:
         return msgspec.convert(values, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        path = re.search(r"`\$\.?([^`\[.]*)|field `([^`]*)`", str(error))
-        param = next((group for group in path.groups() if group), None) if path else None
-        raise RequestError(str(error), param=param) from None
-
-
-def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Returns messages with role and content as text.
-
-    Raises:
-        RequestError: if the list is empty, or a message has other fields or content.
-    """
-    if not messages:
-        raise RequestError("messages is empty; pass at least one", param="messages")
-    return [_check_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
-
-
-def _check_message(message: Mapping[str, Any], place: str) -> Message:
-    role, content = message.get("role"), message.get("content")
-    if role not in _ROLES:
-        raise RequestError(f"{place}.role must be one of {', '.join(_ROLES)}", param="messages")
-    for name, value in message.items():
-        is_neutral = value is None or (name in _NEUTRAL_IN_MESSAGE and value == [])
-        if name not in ("role", "content", "name") and not is_neutral:
-            raise RequestError(f"{place}.{name[:100]} is not supported; remove it", param="messages")
-    if isinstance(content, list):
-        content = "\n".join(_text_of_part(part, place) for part in content)
-    if content is None and role == "assistant":
-        content = ""
-    if not isinstance(content, str):
-        raise RequestError(f"{place}.content must be a text or a list of text parts", param="messages")
-    author = message.get("name")
-    if not isinstance(author, str | None):
-        raise RequestError(f"{place}.name must be a text", param="messages")
-    return {"role": role, "content": content} | ({} if author is None else {"name": author})
-
-
-def _text_of_part(part: Any, place: str) -> str:
-    if not (isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        raise RequestError(f"{place}.content: parts must be of type 'text', got {str(kind)[:100]!r}", param="messages")
-    if not isinstance(part["text"], str):
-        raise RequestError(f"{place}.content: the text of a part must be a string", param="messages")
-    return part["text"]
+        param = re.search(r"`\$\.([^`\[.]*)", str(error)) or re.search(r"field `([^`]*)`", str(error))
+        raise RequestError(str(error), param=param and param[1]) from None
