@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
-from kvjax_models.engine import FinishReason, Output, TokenLogprobs
+from kvjax_models.engine import Output, TokenLogprobs
 from kvjax_models.formats.tokenizer import Tokenizer
+from kvjax_models.usage import Completion
 
 _MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have; as in OpenAI's interface
 
@@ -97,38 +98,27 @@ class Format:
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
         return event({**self._head, "object": kind, "choices": choices, "usage": usage})
 
-    def choice(
-        self, index: int, text: str, reason: FinishReason | None, logprobs: Sequence[TokenLogprobs] | None
-    ) -> dict[str, Any]:
-        """Returns an entire choice.
+    def choice(self, completion: Completion) -> dict[str, Any]:
+        """Returns an entire choice."""
+        content: dict[str, Any] = {"text": completion.text}
+        if self._is_chat:
+            content = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
+        return self._choice(completion, content)
 
-        Args:
-            index: its index.
-            text: its text.
-            reason: its finish reason.
-            logprobs: its log-probabilities.
-        """
-        content = (
-            {"message": {"role": "assistant", "content": text, "refusal": None}} if self._is_chat else {"text": text}
-        )
-        return {"index": index, **content, "logprobs": self._logprobs(index, logprobs), "finish_reason": reason}
-
-    def delta(self, index: int, output: Output) -> dict[str, Any]:
-        """Returns a part of a choice; the first one of a chat completion has the role.
-
-        Args:
-            index: its index.
-            output: output of a step.
-        """
-        content: dict[str, Any] = {"text": output.text}
+    def delta(self, output: Output) -> dict[str, Any]:
+        """Returns a part of a choice; the first one of a chat completion has the role."""
+        index, content = output.number, dict[str, Any](text=output.text)
         if self._is_chat:
             delta = {"content": output.text} if output.text or index not in self._has_role else {}
             if index not in self._has_role:
                 delta = {"role": "assistant", **delta}
                 self._has_role.add(index)
             content = {"delta": delta}
-        logprobs = self._logprobs(index, output.logprobs)
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": output.finish_reason}
+        return self._choice(output, content)
+
+    def _choice(self, part: Completion | Output, content: dict[str, Any]) -> dict[str, Any]:
+        logprobs = self._logprobs(part.number, part.logprobs)
+        return {"index": part.number, **content, "logprobs": logprobs, "finish_reason": part.finish_reason}
 
     def _logprobs(self, index: int, items: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
         if items is None or self._num_top is None:

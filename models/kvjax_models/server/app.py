@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from kvjax_models.engine import Output, TokenLogprobs
+from kvjax_models.engine import Output
 from kvjax_models.generation.answer_text import check_stop
 from kvjax_models.server import schema
 from kvjax_models.server.answers import Format, TokenBytes, event
@@ -28,7 +28,8 @@ from kvjax_models.server.errors import RequestError, as_request_error
 from kvjax_models.server.guard import Guard
 from kvjax_models.server.metrics import Metrics
 from kvjax_models.server.responses import EventStream, error_response, json_response, unless_disconnected
-from kvjax_models.server.worker import Job, Worker
+from kvjax_models.server.worker import Job, Worker, unavailable
+from kvjax_models.usage import Collector
 
 _PAGE = pathlib.Path(__file__).with_name("page.html")
 _BODY_SECONDS = 60  # to receive a body
@@ -99,7 +100,7 @@ class _Handlers:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/documents", self.post_document, methods=["POST"]),
-            Route("/v1/documents/{name}/kept", self.document_kept),
+            Route("/v1/documents/{name}/kept", self.document),
             Route("/v1/documents/{name:path}", self.document, methods=["GET", "DELETE"]),
         ]
 
@@ -139,15 +140,10 @@ class _Handlers:
 
     async def document(self, request: Request) -> Response:
         self._check_ready()
-        documents, name = self._worker.documents, request.path_params["name"]
+        documents, is_kept = self._worker.documents, request.url.path.endswith("/kept")
         assert documents is not None
-        function = documents.delete if request.method == "DELETE" else documents.describe
-        return json_response(await self._worker.call(function, name))
-
-    async def document_kept(self, request: Request) -> Response:
-        self._check_ready()
-        assert self._worker.documents is not None
-        return json_response(await self._worker.call(self._worker.documents.kept, request.path_params["name"]))
+        function = documents.delete if request.method == "DELETE" else documents.kept if is_kept else documents.describe
+        return json_response(await self._worker.call(function, request.path_params["name"]))
 
     # --- completions ---
 
@@ -227,7 +223,7 @@ class _Handlers:
 
     def _check_ready(self) -> None:
         if not self._worker.is_ready:
-            raise RequestError("the server is loading, has failed or ends", 503, code="unavailable")
+            raise unavailable()
 
     def _check_model(self, name: str) -> None:
         if name != self._model_name:
@@ -271,15 +267,17 @@ class _Usage:
     def __post_init__(self) -> None:
         self.num_unfinished = len(self.job.prompts)
 
+    def _prompt_tokens(self, *counts: int) -> int:
+        """Returns tokens of the document and others, each prompt counted once for all its choices."""
+        before = 0 if self.job.document is None else self.job.document.num_tokens
+        return (before * len(self.job.prompts) + sum(counts)) // self.n
+
     @property
     def cached_tokens(self) -> int:
-        before = 0 if self.job.document is None else self.job.document.num_tokens
-        return (before + self.job.num_reused) * len(self.job.prompts) // self.n
+        return self._prompt_tokens(self.job.num_reused * len(self.job.prompts))
 
     def as_json(self) -> dict[str, Any]:
-        num_sequences = len(self.job.prompts) // self.n
-        before = 0 if self.job.document is None else self.job.document.num_tokens
-        prompt = before * num_sequences + sum(map(len, self.job.prompts)) // self.n
+        prompt = self._prompt_tokens(*map(len, self.job.prompts))
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self.completion_tokens,
@@ -288,49 +286,41 @@ class _Usage:
         }
 
 
-async def _next_output(job: Job, usage: _Usage) -> tuple[int, Output]:
+async def _next_output(job: Job, usage: _Usage) -> Output:
     """Returns the next output of a job, or raises its error."""
     item = await job.outputs.get()
     if isinstance(item, Exception):
         usage.outcome = "error"
         raise item
-    usage.completion_tokens += len(item[1].tokens)
-    if item[1].finish_reason is not None:
+    usage.completion_tokens += len(item.tokens)
+    if item.finish_reason is not None:
         usage.num_unfinished -= 1
         if not usage.num_unfinished:
-            usage.outcome = item[1].finish_reason
+            usage.outcome = item.finish_reason
     return item
 
 
-async def _outputs(job: Job, first: tuple[int, Output], usage: _Usage) -> AsyncIterator[tuple[int, Output]]:
+async def _outputs(job: Job, first: Output, usage: _Usage) -> AsyncIterator[Output]:
     """Yields all outputs of a job."""
     yield first
     while usage.num_unfinished:
         yield await _next_output(job, usage)
 
 
-async def _answer(job: Job, form: Format, first: tuple[int, Output], usage: _Usage) -> bytes:
+async def _answer(job: Job, form: Format, first: Output, usage: _Usage) -> bytes:
     """Returns an entire answer."""
-    parts: list[list[Output]] = [[] for _ in job.prompts]
-    async for index, output in _outputs(job, first, usage):
-        parts[index].append(output)
-    choices = []
-    for index, outputs in enumerate(parts):
-        logprobs: list[TokenLogprobs] | None = None
-        if job.sampling.logprobs is not None:
-            logprobs = [item for one in outputs for item in one.logprobs or ()]
-        choices.append(form.choice(index, "".join(one.text for one in outputs), outputs[-1].finish_reason, logprobs))
-    return form.answer(choices, usage.as_json())
+    collector = Collector()
+    completions = [collector.add(output) async for output in _outputs(job, first, usage)]
+    finished = sorted((one for one in completions if one is not None), key=lambda one: one.number)
+    return form.answer([form.choice(one) for one in finished], usage.as_json())
 
 
-async def _events(
-    job: Job, form: Format, first: tuple[int, Output], usage: _Usage, has_usage: bool
-) -> AsyncIterator[bytes]:
+async def _events(job: Job, form: Format, first: Output, usage: _Usage, has_usage: bool) -> AsyncIterator[bytes]:
     """Yields the events of a streamed answer; an error is the last one."""
     try:
-        async for index, output in _outputs(job, first, usage):
+        async for output in _outputs(job, first, usage):
             if output.text or output.finish_reason is not None or output.logprobs:
-                yield form.chunk([form.delta(index, output)], None)
+                yield form.chunk([form.delta(output)], None)
         if has_usage:
             yield form.chunk([], usage.as_json())
         yield b"data: [DONE]\n\n"

@@ -70,7 +70,7 @@ class Job:
         seed: seed of the first sequence.
         conversation: digests of the messages of a chat that continues earlier turns; None for other requests.
         num_reused: tokens of the turn that the sequences continue.
-        outputs: pairs of the sequence's index and its output, or an exception that ends the job.
+        outputs: outputs, whose number is the index of the sequence, or an exception that ends the job.
     """
 
     prompts: list[list[int]]
@@ -81,10 +81,10 @@ class Job:
     seed: int
     conversation: list[bytes] | None = None
     num_reused: int = 0
-    outputs: asyncio.Queue[tuple[int, Output] | Exception] = dataclasses.field(default_factory=asyncio.Queue)
+    outputs: asyncio.Queue[Output | Exception] = dataclasses.field(default_factory=asyncio.Queue)
     loop: asyncio.AbstractEventLoop = dataclasses.field(default_factory=asyncio.get_running_loop)
 
-    def send(self, item: tuple[int, Output] | Exception) -> None:
+    def send(self, item: Output | Exception) -> None:
         """Passes an item to the handler."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
@@ -148,14 +148,13 @@ class _Lane:
             if output.turn is not None and job.conversation is not None:
                 answer = {"role": "assistant", "content": output.turn.text}
                 self._conversations.add(job.document, extend_digest(job.conversation[-1], answer), output.turn)
-                output = output._replace(turn=None)  # the handler must not keep it
             if output.finish_reason is not None:
                 del self.jobs[output.number]
             if output.error is not None:
                 self.abort(job)
                 job.send(RequestError(output.error, 500))
             else:
-                job.send((index, output))
+                job.send(output._replace(number=index, turn=None))  # the handler must not keep the turn
 
     def fail(self, error: Exception) -> None:
         """Ends all jobs with an error."""
@@ -273,7 +272,7 @@ class Worker:
     def _put(self, command: Callable[[], None]) -> None:
         with self._lock:
             if self._is_closed:
-                raise _unavailable()
+                raise unavailable()
             self._commands.put(command)
 
     def submit(self, job: Job) -> None:
@@ -405,12 +404,12 @@ class Worker:
         while not self._commands.empty():
             self._commands.get()()
         for job in self._waiting:
-            job.send(_unavailable())
+            job.send(unavailable())
         for lane in self._lanes.values():
-            lane.fail(_unavailable())
+            lane.fail(unavailable())
         for future in [*self._calls]:
             if not future.done():
-                future.set_exception(_unavailable())
+                future.set_exception(unavailable())
         self._lanes.clear()
         self._waiting.clear()
         if self.documents is not None:
@@ -424,5 +423,6 @@ def _set_result(future: Future[Any], function: Callable[..., Any], *args: Any) -
         future.set_exception(error)
 
 
-def _unavailable() -> RequestError:
+def unavailable() -> RequestError:
+    """Returns the error of requests without a worker."""
     return RequestError("the server is loading, has failed or ends", 503, code="unavailable")
