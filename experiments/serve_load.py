@@ -7,7 +7,7 @@ random moments. For each policy the command prints the requests per second, the 
 rows at the end, and the resident memory of the server after each quarter of the requests. An answer that differs from
 `generate_many` with its seed, or a row that stays occupied, is an error.
 
-`--other` compares with another server of the same interface on the same requests, for example that of transformers:
+`--other` sends the same requests to another server with the same interface, for example `transformers serve`:
 
     --other "transformers serve --force-model DIR --port {port}"
 """

@@ -63,7 +63,7 @@ class Conversations:
         Args:
             document: the document that the prompt follows.
             conversation: the digests of the messages.
-            prompt: the tokens of the messages; those of a turn must be the first ones.
+            prompt: the tokens of the messages; it must begin with the tokens of the turn.
         """
         for digest in conversation[-2:0:-1]:
             if (item := self._turns.get(key := _key(document, digest))) is None:
