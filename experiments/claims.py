@@ -174,7 +174,7 @@ def _check_ratio(check: Mapping[str, Any], figures: Sequence[Mapping[str, Any]])
     ]
 
 
-# Each compares what a claim is about with something else.
+# Each returns the comparisons of a check.
 CHECKS: dict[str, Callable[[Any, Any], list[Comparison]]] = {
     "compare": _compare_rows,
     "figures": _compare_figures,

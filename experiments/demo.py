@@ -198,7 +198,7 @@ def show(outcomes: list[Outcome], expected: list[str]) -> None:
 
 
 def draw(path: pathlib.Path, outcomes: list[Outcome], expected: list[str]) -> None:
-    """Draws answers, memory and time, one bar per method, and beside them the tokens that every KV head keeps."""
+    """Draws answers, memory and time, one bar per method, and the tokens that every KV head keeps."""
     panels = (
         (f"right answers of {len(expected)}", [float(sum(outcome.right(expected))) for outcome in outcomes]),
         ("cache in MB", [outcome.cache_bytes / 1e6 for outcome in outcomes]),

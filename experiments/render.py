@@ -74,7 +74,7 @@ class Options(Flags):
 
 
 class Results(NamedTuple):
-    """What is measured: rows of `experiments.evaluate`, and cells of tables."""
+    """All measurements: rows of `experiments.evaluate`, and cells of tables."""
 
     rows: list[Row]
     cells: list[Cell]
@@ -152,7 +152,7 @@ def make_cells(rows: Iterable[Row]) -> list[Cell]:
     """Returns the cells of tables: settings with a budget in percent, and the full cache.
 
     Rows of version 0.3 whose budgets include question and answer, although the question is not part of the text, are
-    left out, except those of kvpress. Of several settings for one cell, the one with most documents counts.
+    left out, except for kvpress. Of several settings for one cell, the one with most documents counts.
     """
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
@@ -202,7 +202,7 @@ def models(cells: Iterable[Cell]) -> list[str]:
 
 
 def of_model(cells: Iterable[Cell], model: str) -> list[Cell]:
-    """Returns the cells of a matrix: those of a model, without kvpress, of tasks with a compressed cache."""
+    """Returns the cells of a model's matrix, without kvpress, of tasks with a compressed cache."""
     chosen = [cell for cell in cells if cell.model == model and not cell.policy.startswith("kvpress ")]
     compressed = {cell.column for cell in chosen if cell.policy != "full cache"}
     return [cell for cell in chosen if cell.column in compressed]

@@ -23,7 +23,7 @@ class Cell(NamedTuple):
         question: whether the compressed text includes the question: "seen" or "unseen".
         metric: "score" or "nll" (nats per token, smaller is better).
         policy: name in tables.
-        has_profile: whether the heads are those of the model's profile.
+        has_profile: whether it has the heads of the model's profile.
         budget: percent of the bytes of a full bfloat16 cache.
         line: score, bytes, difference to the full cache, documents.
         bytes: bytes of the cache of one text.
@@ -53,7 +53,9 @@ class Cell(NamedTuple):
 
 
 def matrix(cells: Sequence[Cell], title: str) -> plt.Figure:
-    """Draws scores as a matrix: a row per policy, a column per task and budget, colored by what the full cache has.
+    """Draws scores as a matrix: a row per policy, and a column per task and budget.
+
+    Colors are shares of the full cache's score.
 
     Args:
         cells: cells of one model.
@@ -123,7 +125,7 @@ def retained(cell: Cell, full: Cell) -> float:
 
 
 def score_by_bytes(cells: Sequence[Cell], systems: Iterable[str]) -> plt.Figure:
-    """Draws the scores of one task against the bytes that the caches hold, with labels beside the points.
+    """Draws the scores of one task against the bytes that the caches hold, with labels at the points.
 
     Args:
         cells: cells of one model and task.
@@ -202,7 +204,7 @@ def score_by_bytes(cells: Sequence[Cell], systems: Iterable[str]) -> plt.Figure:
 
 
 def _label(labels: Sequence[tuple[Cell, str]], heading: str, axes: plt.Axes) -> None:
-    """Writes names beside points, at distances that keep them apart, under a heading."""
+    """Writes names next to points, without overlaps, under a heading."""
     if not labels:
         return
     ordered = sorted(labels, key=lambda one: one[0].value)
