@@ -39,7 +39,7 @@ def follow(
         if answer is None and tokens[-1] in tails.eos:
             break
         block = jnp.array([tokens[-1:]], jnp.int32), jnp.ones(1, jnp.int32)
-        state = append_block(tails.model, tails.mesh, state, *block, document.texts, tails.scorer)
+        state = append_block(tails.split_model, tails.mesh, state, *block, document.texts)
         if len(tokens) % tails.block_size == 0:
             state = compact_layers(state)
     check_faults(state, tails.mesh)

@@ -463,14 +463,13 @@ class Engine:
         generator, block_size = self.generator, self.generator.block_size
         steps = min(self._stream_interval or block_size, block_size - self._in_block)
         self._state, sampled = decode_block(
-            generator.model,
+            generator.split_model,
             self._mesh,
             generator.eos,
             block_size,
             self._state,
             steps,
             self._texts,
-            generator.scorer,
         )
         self._in_block += steps
         # Within a block, a fault can only show as logits that are not finite; compactions count the others.

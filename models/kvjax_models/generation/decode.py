@@ -7,7 +7,7 @@ layer instead of all, but every call takes a fraction of a millisecond. Both way
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from kvjax.shared.staging import Counters
 from kvjax_models.generation.sampling import MAX_LOGPROBS, SampledTokens, is_finite, sample, with_answer, with_prompt
 from kvjax_models.generation.scorer import predict_log_scores
 from kvjax_models.generation.state import GenerationState, constrain_state
-from kvjax_models.model.llama import Llama
+from kvjax_models.model.llama import DecoderLayer, Llama
 from kvjax_models.model.rotary import Rotary, rotation
 from kvjax_models.sharding import constrain_replicated, constrain_to_batch, replicate
 
@@ -32,87 +32,147 @@ Scorer: TypeAlias = Float[Array | np.ndarray, "L W+2 H_kv"]  # `profile.Profile.
 
 Texts: TypeAlias = tuple[kvjax.FrozenCache, ...] | None  # the frozen texts that rows continue, one per layer
 
+M = TypeVar("M", Llama, DecoderLayer)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Flat(Generic[M]):
+    """A module that is flattened already, because flattening one takes longer than a call of a layer's program."""
+
+    parameters: tuple[Array, ...]
+    structure: Any = dataclasses.field(metadata={"static": True})
+
+    @property
+    def module(self) -> M:
+        """The module."""
+        return jax.tree.unflatten(self.structure, self.parameters)
+
+
+class _Layer(NamedTuple):
+    """What a layer's program takes of the model."""
+
+    module: _Flat[DecoderLayer]
+    rotary: Rotary
+    scorer: Float[Array, "W+2 H_kv"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitModel:
+    """A model whose layers can be computed one by one; `split_model` makes one.
+
+    Attributes:
+        model: the model.
+        outer: the model without layers.
+        layers: the layers.
+        scorer: coefficients of predicted scores of all layers, for policies that require them.
+    """
+
+    model: Llama
+    outer: _Flat[Llama]
+    layers: tuple[_Layer, ...]
+    scorer: Scorer | None
+
+
+def split_model(model: Llama, scorer: Scorer | None, context_tokens: int) -> SplitModel:
+    """Returns a model as the functions below take it. Make it once: flattening takes milliseconds.
+
+    Args:
+        model: the decoder.
+        scorer: coefficients of predicted scores, for policies that require them.
+        context_tokens: maximum number of tokens of a sequence, as in the state.
+    """
+    scorers = (None,) * len(model.layers) if scorer is None else tuple(scorer)
+    rotaries = [model.config.rotary(number, context_tokens) for number in range(len(model.layers))]
+    layers = tuple(_Layer(_flatten(layer), *rest) for layer, *rest in zip(model.layers, rotaries, scorers, strict=True))
+    return SplitModel(model, _flatten(model.without_layers()), layers, scorer)
+
+
+def _flatten(module: M) -> _Flat[M]:
+    leaves, structure = jax.tree.flatten(module)
+    return _Flat(tuple(leaves), _shared(structure))
+
+
+@functools.lru_cache(maxsize=1024)
+def _shared(structure: Any) -> Any:
+    """Returns one object for equal structures, which calls compare at once; otherwise they compare every field."""
+    return structure
+
 
 def append_block(
-    model: Llama,
+    split: SplitModel,
     mesh: Mesh | None,
     state: GenerationState,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     texts: Texts = None,
-    scorer: Scorer | None = None,
 ) -> GenerationState:
     """Appends a block of prompt tokens to the caches, all at once.
 
     Args:
-        model: the decoder.
+        split: the model.
         mesh: mesh of the model.
         state: state before the block; donated.
         tokens: padded tokens.
         lengths: number of tokens of each row.
         texts: the frozen texts that the rows continue; None for rows that have all their tokens in their own caches.
-        scorer: coefficients of predicted scores, for policies that require them.
 
     Returns:
         The state after the block.
     """
     if not runs_by_layer(state, mesh):
-        return append_program(model, mesh, state, tokens, lengths, texts, scorer)
+        return append_program(split.model, mesh, state, tokens, lengths, texts, split.scorer)
     tokens, lengths = _commit(state, tokens, lengths)
-    return _append_block(model, mesh, state, tokens, lengths, texts, scorer)
+    return _append_by_layer(split, mesh, state, tokens, lengths, texts)
 
 
 def score_block(
-    model: Llama,
+    split: SplitModel,
     mesh: Mesh | None,
     state: GenerationState,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     texts: Texts = None,
-    scorer: Scorer | None = None,
 ) -> tuple[GenerationState, Float[Array, "B T"], Bool[Array, "B T"]]:
     """Appends a block like `append_block` and scores its tokens.
 
     Args:
-        model: the decoder.
+        split: the model.
         mesh: mesh of the model.
         state: state before the block; donated.
         tokens: padded tokens.
         lengths: number of tokens of each row.
         texts: as for `append_block`.
-        scorer: as for `append_block`.
 
     Returns:
         The state after the block, the log-probability of each token, and whether it was the most likely one. The first
         token is scored with the state's logits.
     """
     if not runs_by_layer(state, mesh):
-        return score_program(model, mesh, state, tokens, lengths, texts, scorer)
+        return score_program(split.model, mesh, state, tokens, lengths, texts, split.scorer)
     tokens, lengths = _commit(state, tokens, lengths)
-    return _score_block(model, mesh, state, tokens, lengths, texts, scorer)
+    return _score_by_layer(split, mesh, state, tokens, lengths, texts)
 
 
 def decode_block(
-    model: Llama,
+    split: SplitModel,
     mesh: Mesh | None,
     eos: tuple[int, ...],
     block_size: int,
     state: GenerationState,
     steps: int,
     texts: Texts = None,
-    scorer: Scorer | None = None,
 ) -> tuple[GenerationState, SampledTokens]:
     """Runs decode steps until all sequences are finished or `steps` is reached.
 
     Args:
-        model: the decoder.
+        split: the model.
         mesh: mesh of the model.
         eos: tokens that finish a sequence.
         block_size: maximum number of steps.
         state: state before the block; donated.
         steps: number of steps, at most `block_size`.
         texts: as for `append_block`.
-        scorer: as for `append_block`.
 
     Returns:
         The state after the block, and NumPy arrays [B, n, ...] of the tokens of its n steps, with `NO_TOKEN` after the
@@ -120,16 +180,17 @@ def decode_block(
     """
     if not runs_by_layer(state, mesh):
         count = replicate(np.int32(steps), mesh)
-        state, block, num_steps = decode_program(model, mesh, eos, block_size, state, count, texts, scorer)
+        state, block, num_steps = decode_program(split.model, mesh, eos, block_size, state, count, texts, split.scorer)
         return state, SampledTokens(*(np.asarray(part)[:, : int(num_steps)] for part in block))
-    split = _split_layers(model, scorer)
     sampled: list[SampledTokens] = []
+    # The first program of a step gives `done`, so that the host calls the next step's while this one's layers run.
     while len(sampled) < steps and not np.asarray(state.done).all():
         state, tokens = _decode_step(split, mesh, eos, state, texts)
-        sampled.append(SampledTokens(*map(np.asarray, tokens)))
+        sampled.append(tokens)
     if not sampled:
         sampled, steps = [_no_tokens(state)], 0
-    return state, SampledTokens(*(np.stack(part, axis=1)[:, :steps] for part in zip(*sampled, strict=True)))
+    parts = ([np.asarray(x) for x in part] for part in zip(*sampled, strict=True))
+    return state, SampledTokens(*(np.stack(part, axis=1)[:, :steps] for part in parts))
 
 
 def runs_by_layer(state: GenerationState, mesh: Mesh | None) -> bool:
@@ -148,18 +209,17 @@ def _commit(state: GenerationState, tokens: Array, lengths: Array) -> tuple[Arra
     return jax.device_put(tokens, state.positions.sharding), jax.device_put(lengths, state.positions.sharding)
 
 
-class _SplitModel(NamedTuple):
-    """A model whose layers are flattened once, because flattening takes longer than a call of a layer's program."""
-
-    outer: Llama  # without layers
-    layers: tuple[tuple[Any, tuple[Array, ...]], ...]  # structure and parameters of each layer
-    scorers: tuple[Float[Array, "W+2 H_kv"] | None, ...]  # of each layer
-
-
-def _split_layers(model: Llama, scorer: Scorer | None) -> _SplitModel:
-    flat = (jax.tree.flatten(layer) for layer in model.layers)
-    scorers = (None,) * len(model.layers) if scorer is None else tuple(scorer)
-    return _SplitModel(model.without_layers(), tuple((structure, tuple(leaves)) for leaves, structure in flat), scorers)
+def _append_by_layer(
+    split: SplitModel,
+    mesh: Mesh | None,
+    state: GenerationState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    texts: Texts,
+) -> GenerationState:
+    x, state = _step_layers(split, state, _embed(split.outer, mesh, tokens), lengths, texts)
+    rows = _last_logits(split.outer, dataclasses.replace(state, layers=()), x, tokens, lengths)
+    return constrain_state(dataclasses.replace(rows, layers=state.layers), mesh)
 
 
 def _append_block(
@@ -171,10 +231,22 @@ def _append_block(
     texts: Texts,
     scorer: Scorer | None,
 ) -> GenerationState:
-    split = _split_layers(model, scorer)
+    return _append_by_layer(split_model(model, scorer, state.context_tokens), mesh, state, tokens, lengths, texts)
+
+
+def _score_by_layer(
+    split: SplitModel,
+    mesh: Mesh | None,
+    state: GenerationState,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    texts: Texts,
+) -> tuple[GenerationState, Float[Array, "B T"], Bool[Array, "B T"]]:
+    previous_logits = state.logits
     x, state = _step_layers(split, state, _embed(split.outer, mesh, tokens), lengths, texts)
     rows = _last_logits(split.outer, dataclasses.replace(state, layers=()), x, tokens, lengths)
-    return constrain_state(dataclasses.replace(rows, layers=state.layers), mesh)
+    scores = _token_scores(split.outer, mesh, previous_logits, x, tokens)
+    return constrain_state(dataclasses.replace(rows, layers=state.layers), mesh), *scores
 
 
 def _score_block(
@@ -186,11 +258,7 @@ def _score_block(
     texts: Texts,
     scorer: Scorer | None,
 ) -> tuple[GenerationState, Float[Array, "B T"], Bool[Array, "B T"]]:
-    split, previous_logits = _split_layers(model, scorer), state.logits
-    x, state = _step_layers(split, state, _embed(split.outer, mesh, tokens), lengths, texts)
-    rows = _last_logits(split.outer, dataclasses.replace(state, layers=()), x, tokens, lengths)
-    scores = _token_scores(split.outer, mesh, previous_logits, x, tokens)
-    return constrain_state(dataclasses.replace(rows, layers=state.layers), mesh), *scores
+    return _score_by_layer(split_model(model, scorer, state.context_tokens), mesh, state, tokens, lengths, texts)
 
 
 def _decode_block(
@@ -204,7 +272,7 @@ def _decode_block(
     scorer: Scorer | None,
 ) -> tuple[GenerationState, SampledTokens, Int[Array, ""]]:
     """Runs decode steps in one compiled loop; returns the state, the tokens of a full block and the steps."""
-    split = _split_layers(model, scorer)
+    split = split_model(model, scorer, state.context_tokens)
 
     def step(carry):
         """Runs one decode step on the `carry`: the number of steps, the state and the tokens of the block."""
@@ -242,40 +310,36 @@ decode_program = jax.jit(_decode_block, static_argnames=("mesh", "eos", "block_s
 
 
 def _decode_step(
-    split: _SplitModel, mesh: Mesh | None, eos: tuple[int, ...], state: GenerationState, texts: Texts
+    split: SplitModel, mesh: Mesh | None, eos: tuple[int, ...], state: GenerationState, texts: Texts
 ) -> tuple[GenerationState, SampledTokens]:
     """Samples a token from the logits and computes the next logits; returns the state and the tokens."""
-    rows, sampled, x, lengths = _sample_token(split.outer, mesh, dataclasses.replace(state, layers=()))
+    rows, sampled, x, lengths = _sample_token(split.outer, mesh, eos, dataclasses.replace(state, layers=()))
     x, state = _step_layers(split, dataclasses.replace(rows, layers=state.layers), x, lengths, texts)
-    rows = _next_logits(split.outer, eos, dataclasses.replace(state, layers=()), sampled.token, x, lengths)
-    return dataclasses.replace(rows, layers=state.layers), sampled
+    rows = _next_logits(split.outer, dataclasses.replace(state, layers=(), done=()), sampled.token, x, lengths)
+    return dataclasses.replace(rows, layers=state.layers, done=state.done), sampled
 
 
 def _step_layers(
-    split: _SplitModel, state: GenerationState, x: Float[Array, "B T W"], lengths: Int[Array, "B"], texts: Texts
+    split: SplitModel, state: GenerationState, x: Float[Array, "B T W"], lengths: Int[Array, "B"], texts: Texts
 ) -> tuple[Float[Array, "B T W"], GenerationState]:
     """Appends tokens to every layer's cache; returns the residual stream and the state with the new caches."""
-    layers, config = [], split.outer.config
-    for number, ((structure, parameters), cache) in enumerate(zip(split.layers, state.layers, strict=True)):
-        rotary = config.rotary(number, state.context_tokens)
-        text = None if texts is None else texts[number]
-        scorer = split.scorers[number] if cache.policy.requires.predicted_scores else None
-        x, cache, counters = step_layer(
-            structure, rotary, parameters, cache, state.counters, x, state.positions, lengths, text, scorer
-        )
+    layers, counters, positions = [], state.counters, state.positions
+    of_layers = (None,) * len(split.layers) if texts is None else texts
+    for (module, rotary, scorer), cache, text in zip(split.layers, state.layers, of_layers, strict=True):
+        used_scorer = scorer if cache.policy.requires.predicted_scores else None
+        x, cache, new_counters = step_layer(module, rotary, cache, counters, x, positions, lengths, text, used_scorer)
         layers.append(cache)
     # Every layer counts the same tokens; XLA computes the counters once.
-    return x, dataclasses.replace(state, layers=tuple(layers), counters=counters)
+    return x, dataclasses.replace(state, layers=tuple(layers), counters=new_counters)
 
 
 # Nested in a larger program, the functions below are traced once and inlined by the compiler.
 
 
-@functools.partial(jax.jit, static_argnames=("structure", "rotary"), donate_argnames=("cache", "x"))
+@functools.partial(jax.jit, static_argnames=("rotary",), donate_argnames=("cache", "x"))
 def step_layer(
-    structure: Any,
+    flat: _Flat[DecoderLayer],
     rotary: Rotary,
-    parameters: tuple[Array, ...],
     cache: LayerCache,
     counters: Counters,
     x: Float[Array, "B T W"],
@@ -287,9 +351,8 @@ def step_layer(
     """Appends tokens to one layer's cache and computes the layer.
 
     Args:
-        structure: structure of the layer, from `jax.tree.flatten`.
+        flat: the layer.
         rotary: its rotary embedding.
-        parameters: its parameters.
         cache: its cache, without counters; donated.
         counters: counters of all layers.
         x: residual stream; donated.
@@ -301,7 +364,7 @@ def step_layer(
     Returns:
         The residual stream, the cache, and the counters of all layers afterwards.
     """
-    layer = jax.tree.unflatten(structure, parameters)
+    layer = flat.module
     angles = rotation(rotary, positions[:, None] + jnp.arange(x.shape[1]))
     query, keys, values = layer.project(x, *angles)
     scores = None
@@ -323,45 +386,44 @@ def step_layer(
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
-def _embed(model: Llama, mesh: Mesh | None, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
-    return constrain_to_batch(model.embed(tokens), mesh)
+def _embed(outer: _Flat[Llama], mesh: Mesh | None, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
+    return constrain_to_batch(outer.module.embed(tokens), mesh)
 
 
-@functools.partial(jax.jit, static_argnames=("mesh",))
+@functools.partial(jax.jit, static_argnames=("mesh", "eos"), donate_argnames=("rows",))
 def _sample_token(
-    model: Llama, mesh: Mesh | None, rows: GenerationState
+    outer: _Flat[Llama], mesh: Mesh | None, eos: tuple[int, ...], rows: GenerationState
 ) -> tuple[GenerationState, SampledTokens, Float[Array, "B 1 W"], Int[Array, "B"]]:
     """Samples a token per running row; returns the rows, the tokens, their embeddings and their numbers."""
     keys = jax.vmap(jax.random.split)(rows.sampling_keys)
     sampled = sample(rows.logits, keys[:, 0], rows.sampling)
     running = ~rows.done
     new_keys, old_keys = jax.random.key_data(keys[:, 1]), jax.random.key_data(rows.sampling_keys)
+    is_end = jnp.isin(sampled.token, jnp.asarray(eos, jnp.int32)) if eos else jnp.zeros_like(running)
     rows = dataclasses.replace(
-        rows, sampling_keys=jax.random.wrap_key_data(jnp.where(running[:, None], new_keys, old_keys))
+        rows,
+        sampling_keys=jax.random.wrap_key_data(jnp.where(running[:, None], new_keys, old_keys)),
+        done=rows.done | is_end | (rows.positions + running >= rows.max_positions),
     )
-    x = constrain_to_batch(model.embed(jnp.where(running, sampled.token, 0)[:, None]), mesh)
+    x = constrain_to_batch(outer.module.embed(jnp.where(running, sampled.token, 0)[:, None]), mesh)
     sampled = sampled._replace(token=jnp.where(running, sampled.token, NO_TOKEN))
     return rows, sampled, x, running.astype(jnp.int32)
 
 
-@functools.partial(jax.jit, static_argnames=("eos",), donate_argnames=("rows",))
+@functools.partial(jax.jit, donate_argnames=("rows",))
 def _next_logits(
-    model: Llama,
-    eos: tuple[int, ...],
+    outer: _Flat[Llama],
     rows: GenerationState,
     token: Int[Array, "B"],
     x: Float[Array, "B 1 W"],
     lengths: Int[Array, "B"],
 ) -> GenerationState:
-    """Returns the rows after a decode step, without caches."""
-    running, logits = lengths > 0, model.logits(x[:, 0])
-    is_end = jnp.isin(token, jnp.asarray(eos, jnp.int32)) if eos else jnp.zeros_like(rows.done)
-    positions = rows.positions + lengths
+    """Returns the rows after a decode step, without caches and `done`."""
+    running, logits = lengths > 0, outer.module.logits(x[:, 0])
     return dataclasses.replace(
         rows,
         logits=jnp.where(running[:, None], logits, rows.logits),
-        positions=positions,
-        done=rows.done | is_end | (positions >= rows.max_positions),
+        positions=rows.positions + lengths,
         sampling=with_answer(rows.sampling, token, running),
         not_finite=rows.not_finite + (running & ~is_finite(logits)),
     )
@@ -369,7 +431,7 @@ def _next_logits(
 
 @jax.jit
 def _last_logits(
-    model: Llama,
+    outer: _Flat[Llama],
     rows: GenerationState,
     x: Float[Array, "B T W"],
     tokens: Int[Array, "B T"],
@@ -378,7 +440,7 @@ def _last_logits(
     """Returns the rows, without caches, after a block of which each row has its first `lengths` tokens."""
     last = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
     has_tokens = lengths > 0
-    logits = model.logits(last)
+    logits = outer.module.logits(last)
     return dataclasses.replace(
         rows,
         logits=jnp.where(has_tokens[:, None], logits, rows.logits),
@@ -391,14 +453,14 @@ def _last_logits(
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
 def _token_scores(
-    model: Llama,
+    outer: _Flat[Llama],
     mesh: Mesh | None,
     previous_logits: Float[Array, "B V"],
     x: Float[Array, "B T W"],
     tokens: Int[Array, "B T"],
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
     """Returns the log-probability of each token of a block, and whether it was the most likely one."""
-    logits = jnp.concatenate([previous_logits[:, None], model.logits(x[:, :-1])], axis=1)
+    logits = jnp.concatenate([previous_logits[:, None], outer.module.logits(x[:, :-1])], axis=1)
     log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=-1)[..., 0]
     is_greedy = jnp.argmax(logits, axis=-1) == tokens
     return constrain_replicated(log_probs, mesh), constrain_replicated(is_greedy, mesh)

@@ -22,7 +22,7 @@ from kvjax_models import compile_cache
 from kvjax_models.generation import decode as decode_lib
 from kvjax_models.generation import prefill as prefill_lib
 from kvjax_models.generation import state as state_lib
-from kvjax_models.generation.decode import Texts, append_block, decode_block, score_block
+from kvjax_models.generation.decode import SplitModel, Texts, append_block, decode_block, score_block, split_model
 from kvjax_models.generation.prefill import PrefilledLayer
 from kvjax_models.generation.prefill_together import prefill_for, prefill_together
 from kvjax_models.generation.rows import extend_rows, pad_prompts, trim_rows
@@ -126,6 +126,11 @@ class Generator:
     def mesh(self) -> Mesh | None:
         """The mesh of the model; None for a single device."""
         return mesh_of(self.model)
+
+    @functools.cached_property
+    def split_model(self) -> SplitModel:
+        """The model as `decode_block` takes it."""
+        return split_model(self.model, self.scorer, self.context_tokens)
 
     def _check_scorer(self, scorer: Any) -> Float[Array, "L W+2 H_kv"] | None:
         """Returns the scorer on the model's devices; None if no policy requires predicted scores."""
@@ -261,7 +266,7 @@ class Generator:
         tokens, lengths = self._pad_to_blocks(state, prompts)
         state = commit_to_device(state, self.mesh)
         for block, count in self._blocks(tokens, lengths):
-            state = compact_layers(append_block(self.model, self.mesh, state, block, count, texts, self.scorer))
+            state = compact_layers(append_block(self.split_model, self.mesh, state, block, count, texts))
             yield None
         check_faults(state, self.mesh)
         yield state
@@ -313,7 +318,7 @@ class Generator:
         state = commit_to_device(state, self.mesh)
         blocks = []
         for block, count in self._blocks(tokens, lengths):
-            state, *scores = score_block(self.model, self.mesh, state, block, count, texts, self.scorer)
+            state, *scores = score_block(self.split_model, self.mesh, state, block, count, texts)
             blocks.append(scores)
             state = compact_layers(state)
         check_faults(state, self.mesh)
@@ -360,9 +365,7 @@ class Generator:
         total = in_block = 0
         while total < max_tokens and not np.asarray(state.done).all():
             steps = min(stream_interval or self.block_size, self.block_size - in_block, max_tokens - total)
-            state, sampled = decode_block(
-                self.model, self.mesh, self.eos, self.block_size, state, steps, texts, self.scorer
-            )
+            state, sampled = decode_block(self.split_model, self.mesh, self.eos, self.block_size, state, steps, texts)
             total, in_block = total + steps, in_block + steps
             check_finite(state)
             is_last = total == max_tokens or bool(np.asarray(state.done).all())
