@@ -9,41 +9,29 @@ and their data structures, `kvjax.shared` for what several methods use, `kvjax.t
 `kvjax.registry` and `kvjax.budget` for policies from text, `kvjax.distributed` for meshes.
 """
 
-from kvjax import theory as theory
-from kvjax.budget import fit_bytes as fit_bytes
-from kvjax.cache import Cache as Cache
-from kvjax.cache import append as append
-from kvjax.cache import attend as attend
-from kvjax.cache import compact as compact
-from kvjax.cache import init as init
-from kvjax.cache import num_tokens as num_tokens
-from kvjax.cache import prefill as prefill
-from kvjax.cache import read_bytes as read_bytes
-from kvjax.cache import step as step
-from kvjax.combinators.ada_kv import AdaKV as AdaKV
-from kvjax.combinators.by_head import ByHead as ByHead
-from kvjax.combinators.by_layer import ByLayer as ByLayer
-from kvjax.combinators.by_layer import FirstLayers as FirstLayers
-from kvjax.combinators.head_budgets import HeadBudgets as HeadBudgets
-from kvjax.combinators.host_memory import HostMemory as HostMemory
-from kvjax.distributed.sharding import make_mesh as make_mesh
-from kvjax.frozen_cache import FrozenCache as FrozenCache
-from kvjax.frozen_cache import freeze as freeze
-from kvjax.methods.table import *  # noqa: F403
-from kvjax.methods.top_k.top_k_policy import TopKPolicy as TopKPolicy
-from kvjax.partials import normalize as normalize
-from kvjax.policy import Requirements as Requirements
-from kvjax.policy import describe as describe
-from kvjax.policy import prompt_queries as prompt_queries
-from kvjax.quantization import QuantizedArray as QuantizedArray
-from kvjax.registry import PolicyChoice as PolicyChoice
-from kvjax.registry import register as register
-from kvjax.sliding_window import SlidingWindow as SlidingWindow
-from kvjax.spec import CacheSpec as CacheSpec
-from kvjax.state import cache_bytes as cache_bytes
-from kvjax.state import insert_rows as insert_rows
-from kvjax.state import raise_faults as raise_faults
-from kvjax.state import repeat_rows as repeat_rows
-from kvjax.state import take_rows as take_rows
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvjax.names import *  # noqa: F403
 
 __version__ = "0.4.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a module, or all names: they import JAX, without which the command line starts sooner."""
+    if name != "__all__" and name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        return importlib.import_module(f"{__name__}.{name}")
+    names = vars(importlib.import_module(f"{__name__}.names"))
+    public = {name: value for name, value in names.items() if not name.startswith("_")}
+    globals().update(public, __all__=list(public))
+    if name not in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *importlib.import_module(f"{__name__}.names").__dict__})

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from kvjax.cache import Cache, init, layer_policy, read_bytes
+from kvjax.messages import format_bytes as format_bytes
 from kvjax.messages import shorten
 from kvjax.policy import Policy
 from kvjax.spec import TILE, CacheSpec, round_to_tiles
@@ -249,19 +250,3 @@ def _equal_layers(policy: Policy, spec: CacheSpec) -> list[list[CacheSpec]]:
         one = dataclasses.replace(spec, layer=layer)
         groups.setdefault(layer_policy(policy, one).canonical(), []).append(one)
     return list(groups.values())
-
-
-def format_bytes(count: float) -> str:
-    """Formats bytes in binary units: 1536 is "1.5 KiB".
-
-    Args:
-        count: number of bytes.
-
-    Returns:
-        The number with its unit: B, KiB, MiB or GiB.
-    """
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"

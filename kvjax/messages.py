@@ -1,4 +1,4 @@
-"""Parts of error messages: shortened values and suggestions for misspelled names."""
+"""Parts of messages: shortened values, sizes, and suggestions for misspelled names."""
 
 import difflib
 import reprlib
@@ -28,3 +28,19 @@ def did_you_mean(name: Any, names: Iterable[str]) -> str:
     """
     similar = difflib.get_close_matches(str(name)[:_MAX_LENGTH], list(names), n=1)
     return f"did you mean {similar[0]!r}? " if similar else ""
+
+
+def format_bytes(count: float) -> str:
+    """Formats bytes in binary units: 1536 is "1.5 KiB".
+
+    Args:
+        count: number of bytes.
+
+    Returns:
+        The number with its unit: B, KiB, MiB or GiB.
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

@@ -16,6 +16,8 @@ from kvjax.methods import table
 from kvjax.methods.exact.exact import Exact
 from kvjax.methods.top_k.top_k_policy import TopKPolicy
 from kvjax.policy import Policy, setting_types, type_name
+from kvjax.policy_docs import THEORY as THEORY
+from kvjax.policy_docs import in_order
 from kvjax.spec import CacheSpec
 
 PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
@@ -25,10 +27,7 @@ _TABLE: dict[str, type[Policy]] = {
     for policy_class in vars(table).values()
     if isinstance(policy_class, type)
 }
-POLICIES = {name: _TABLE[name] for name in ("exact", "streaming_llm", "uniform", *sorted(_TABLE))}
-
-# Algorithms whose guarantees are proven, which pretrained models do not answer with.
-THEORY = ("subgen", "balancekv_theory")
+POLICIES = {name: _TABLE[name] for name in in_order(set(_TABLE))}
 
 # Settings of any policy in text, which put a combinator around it.
 _COMBINATOR_SETTINGS = ("full_layers", "host_steps", "alpha_safeguard", "heads")

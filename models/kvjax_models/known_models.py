@@ -14,9 +14,7 @@ import subprocess
 import sys
 import zipfile
 
-from kvjax.budget import format_bytes
-from kvjax.messages import did_you_mean, shorten
-from kvjax_models import atomic_io
+from kvjax.messages import did_you_mean, format_bytes, shorten
 from kvjax_models.user_cache import CACHE_VARIABLE, user_cache_directory
 
 
@@ -162,6 +160,8 @@ def download(name: str) -> pathlib.Path:
             f"model {shorten(name)} is unknown; {did_you_mean(name, KNOWN_MODELS)}choose one of "
             f"{', '.join(KNOWN_MODELS)}"
         )
+    from kvjax_models import atomic_io  # imports JAX, which takes longer than a list of the models
+
     model = KNOWN_MODELS[name]
     path, packages = model.path, model.path.with_name(f".{model.file_name}.packages")
     lock = atomic_io.lock_directory(path.parent, f".{model.file_name}.lock")

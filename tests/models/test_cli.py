@@ -166,6 +166,16 @@ def test_bench_compares_with_the_full_cache(kvjax):
     assert shares["streaming_llm@96"] < shares["uniform:recent=16@100%"] <= 100 < shares["exact"]  # float32
 
 
+@pytest.mark.parametrize("word", ["--version", "--help", "models", "policies"])
+def test_commands_without_a_model_do_not_import_jax(word):
+    code = (
+        f"import atexit, sys; sys.argv = ['kvjax', {word!r}]; atexit.register(lambda: print('jax' in sys.modules)); "
+        "from kvjax_models import cli; cli.run()"
+    )
+    lines = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.splitlines()
+    assert len(lines) > 1 and lines[-1] == "False"
+
+
 def test_policies_lists_all_policies_and_settings(kvjax):
     lines = kvjax("policies").out.splitlines()
     practical = [name for name in POLICIES if name not in THEORY]

@@ -1,6 +1,8 @@
 """The console command `kvjax` with its subcommands."""
 
+import argparse
 import dataclasses
+import importlib
 import logging as stdlib_logging
 import os
 import signal
@@ -8,28 +10,21 @@ import sys
 import threading
 from typing import Any
 
-import simple_parsing
 from absl import app, logging
 
 import kvjax
 from kvjax_models.cli import interrupts, parsing
-from kvjax_models.cli.bench import Bench
-from kvjax_models.cli.calibrate import Calibrate
-from kvjax_models.cli.chat import Chat
-from kvjax_models.cli.generate import Generate
-from kvjax_models.cli.models import Download, Models
-from kvjax_models.cli.policies import Policies
-from kvjax_models.cli.serve import Serve
 
+# Module and class of each command. A command is imported when it is called: most of them import JAX.
 _COMMANDS = {
-    "generate": Generate,
-    "chat": Chat,
-    "serve": Serve,
-    "bench": Bench,
-    "policies": Policies,
-    "models": Models,
-    "download": Download,
-    "calibrate": Calibrate,
+    "generate": ("generate", "Generate"),
+    "chat": ("chat", "Chat"),
+    "serve": ("serve", "Serve"),
+    "bench": ("bench", "Bench"),
+    "policies": ("policies", "Policies"),
+    "models": ("models", "Models"),
+    "download": ("models", "Download"),
+    "calibrate": ("calibrate", "Calibrate"),
 }
 _MAX_MESSAGE = 2000  # characters of an error
 _TRACEBACK = "KVJAX_TRACEBACK"  # environment variable that makes errors show their traceback
@@ -37,11 +32,13 @@ _TRACEBACK = "KVJAX_TRACEBACK"  # environment variable that makes errors show th
 
 @dataclasses.dataclass(frozen=True)
 class Kvjax:
-    """Language models with compressed key/value caches."""
+    """Language models with compressed key/value caches.
 
-    command: Generate | Chat | Serve | Bench | Policies | Models | Download | Calibrate = simple_parsing.subparsers(
-        _COMMANDS
-    )
+    Attributes:
+        command: the options of a command, which `run` runs.
+    """
+
+    command: Any
 
 
 def main(options: Kvjax) -> None:
@@ -97,10 +94,24 @@ def parse(argv: list[str]) -> Kvjax:
     Returns:
         The options of the command.
     """
-    parser = parsing.make_parser(Kvjax.__doc__, prog="kvjax")
+    name = next((word for word in argv[1:] if not word.startswith("-")), None)
+    if name not in _COMMANDS:
+        _parse_without_command(argv[1:])
+    module, class_name = _COMMANDS[str(name)]
+    parser = parsing.make_parser(None, prog=f"kvjax {name}")
+    command_class = getattr(importlib.import_module(f"kvjax_models.cli.{module}"), class_name)
+    parser.add_arguments(command_class, dest="command")
+    arguments = argv[1:]
+    arguments.remove(str(name))
+    return Kvjax(parsing.parse(parser, arguments).command)
+
+
+def _parse_without_command(arguments: list[str]) -> None:
+    """Prints the version or the help, or an error; exits."""
+    parser = argparse.ArgumentParser("kvjax", description=(Kvjax.__doc__ or "").partition("\n")[0])
     parser.add_argument("--version", action="version", version=f"kvjax {kvjax.__version__}")
-    parser.add_arguments(Kvjax, dest="options")
-    return parsing.parse(parser, argv[1:]).options
+    parser.add_argument("command", choices=_COMMANDS, help="`kvjax COMMAND --help` shows its options")
+    parser.parse_args(arguments)
 
 
 def run() -> None:

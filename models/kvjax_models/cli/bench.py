@@ -10,7 +10,8 @@ import kvjax
 from kvjax.budget import format_bytes
 from kvjax.registry import PolicyChoice
 from kvjax_models.cache import MAX_ROWS
-from kvjax_models.cli.options import ModelOptions, read_text, repeatable, write_output
+from kvjax_models.cli.options import ModelOptions, read_text, repeatable
+from kvjax_models.cli.output import write_output
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import GenerationState, check_seed
 from kvjax_models.language_model import LanguageModel

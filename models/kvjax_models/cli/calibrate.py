@@ -7,7 +7,8 @@ import simple_parsing
 from tqdm import tqdm
 
 from kvjax_models import profile
-from kvjax_models.cli.options import ModelOptions, read_text, write_output, write_status
+from kvjax_models.cli.options import ModelOptions, read_text
+from kvjax_models.cli.output import write_output, write_status
 from kvjax_models.user_cache import user_cache_directory
 
 _SHOWN_HEADS = 16

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import kvjax
 from kvjax_models.cli import interrupts, progress
-from kvjax_models.cli.options import GenerationOptions, describe_sizes, read_text, write_output
+from kvjax_models.cli.options import GenerationOptions, describe_sizes, read_text
+from kvjax_models.cli.output import write_output
 from kvjax_models.formats.tokenizer import Streamer
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import GenerationState, compact_layers

@@ -24,7 +24,8 @@ from typing import Any
 import kvjax
 from kvjax.budget import format_bytes
 from kvjax_models.cli import many, progress
-from kvjax_models.cli.options import GenerationOptions, describe_sizes, read_text, repeatable, write_output
+from kvjax_models.cli.options import GenerationOptions, describe_sizes, read_text, repeatable
+from kvjax_models.cli.output import write_output
 from kvjax_models.document import Document, check_empty
 from kvjax_models.fingerprint import tokenizer_fingerprint
 from kvjax_models.generation.answer_text import AnswerText, check_stop

@@ -4,9 +4,9 @@ import dataclasses
 
 import simple_parsing
 
-from kvjax.budget import format_bytes
+from kvjax.messages import format_bytes
 from kvjax_models import known_models
-from kvjax_models.cli.options import write_output, write_status
+from kvjax_models.cli.output import write_output, write_status
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Options and output that commands share."""
+"""Options that commands share."""
 
 import dataclasses
 import functools
@@ -16,7 +16,8 @@ from kvjax.quantization import KVDtype, KVFormats, parse_kv_dtype
 from kvjax.registry import PolicyChoice
 from kvjax_models import formats, language_model
 from kvjax_models.cache import CachedModel
-from kvjax_models.devices import Devices, initialize_processes, is_first_process, make_mesh
+from kvjax_models.cli.output import write_status
+from kvjax_models.devices import Devices, initialize_processes, make_mesh
 from kvjax_models.formats import chat_template
 from kvjax_models.generation.auto_policy import DEFAULT_BUDGET
 from kvjax_models.generation.sampling import Sampling
@@ -215,25 +216,6 @@ def read_text(path: str) -> str:
         return text.removeprefix("\ufeff")  # a byte order mark, as editors on Windows write it
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
-
-
-def write_output(text: str) -> None:
-    """Writes generated text to standard output immediately, in the first process of a run.
-
-    Raises:
-        OSError: if standard output is closed.
-    """
-    if is_first_process():
-        if sys.stdout is None:
-            raise OSError("standard output is closed; redirect it to a file")
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
-
-def write_status(text: str) -> None:
-    """Writes a status message to standard error unless it is closed, in the first process of a run."""
-    if is_first_process() and sys.stderr is not None:  # print would take standard output instead
-        print(text, file=sys.stderr, flush=True)
 
 
 def describe_sizes(sizes: Mapping[str, int]) -> str:

@@ -3,13 +3,13 @@
 import dataclasses
 import inspect
 import re
+from collections.abc import Mapping
 
 import simple_parsing
 
 from kvjax.messages import did_you_mean, shorten
-from kvjax.registry import POLICIES, THEORY, PolicyChoice, settings_of
-from kvjax_models.cli.options import write_output
-from kvjax_models.generation import auto_policy
+from kvjax.policy_docs import THEORY, docstrings
+from kvjax_models.cli.output import write_output
 
 _AUTO_SUMMARY = "The recommended policy: all tokens in the heads that retrieve, KVzap in the others, quantized."
 
@@ -26,27 +26,32 @@ class Policies:
         Raises:
             ValueError: if the policy is unknown.
         """
+        policies = docstrings()
         if self.name is None:
-            write_output(list_policies())
+            write_output(list_policies(policies))
         elif self.name == "auto":
             write_output(describe_auto())
-        elif self.name in POLICIES:
+        elif self.name in policies:
             write_output(describe_policy(self.name))
         else:
-            suggestion = did_you_mean(self.name, ["auto", *POLICIES])
+            suggestion = did_you_mean(self.name, ["auto", *policies])
             raise ValueError(
                 f"policy {shorten(self.name)} is unknown; {suggestion}choose auto or one of "
-                f"{', '.join(sorted(POLICIES))}"
+                f"{', '.join(sorted(policies))}"
             )
 
 
-def list_policies() -> str:
-    """Returns every policy with its summary."""
-    width = max(map(len, POLICIES))
+def list_policies(policies: Mapping[str, str]) -> str:
+    """Returns every policy with its summary.
+
+    Args:
+        policies: docstrings by name.
+    """
+    width = max(map(len, policies))
     lines = [f"{'auto':{width}}  {_AUTO_SUMMARY}"]
-    lines += [f"{name:{width}}  {_summary(POLICIES[name])}" for name in POLICIES if name not in THEORY]
+    lines += [f"{name:{width}}  {_summary(text)}" for name, text in policies.items() if name not in THEORY]
     lines += ["", "Algorithms of theorems, which pretrained models do not answer with:"]
-    lines += [f"{name:{width}}  {_summary(POLICIES[name])}" for name in THEORY]
+    lines += [f"{name:{width}}  {_summary(policies[name])}" for name in THEORY]
     more = (
         "kvjax policies NAME shows settings. All policies take full_layers=N and --kv_dtype; those with a budget take\n"
         "heads=auto, which keeps all tokens in the heads that retrieve."
@@ -56,6 +61,9 @@ def list_policies() -> str:
 
 def describe_auto() -> str:
     """Describes `auto` for the command line, from the documentation of `auto_policy`."""
+    from kvjax.registry import PolicyChoice  # imports JAX, as below
+    from kvjax_models.generation import auto_policy
+
     _, rules, steps, *_ = inspect.cleandoc(auto_policy.__doc__ or "").split("\n\n")
     choice = PolicyChoice.parse("auto")
     equivalent = f"It stands for {choice.name}:{choice.variant}, with settings for the model and the budget:"
@@ -86,6 +94,8 @@ def describe_policy(name: str) -> str:
     Returns:
         The policy's docstring, and its settings with types and defaults.
     """
+    from kvjax.registry import POLICIES, settings_of
+
     policy = POLICIES[name]
     settings = [
         f"  {key}: {kind}" + ("" if default is None else f" = {default}") for key, kind, default in settings_of(policy)
@@ -93,8 +103,8 @@ def describe_policy(name: str) -> str:
     return "\n".join([name, "", inspect.cleandoc(policy.__doc__ or ""), "", "Settings:", *settings, ""])
 
 
-def _summary(policy: type) -> str:
+def _summary(docstring: str) -> str:
     """Returns the first sentence of a policy's documentation, and the second one if the first is short."""
-    text = " ".join(inspect.cleandoc(policy.__doc__ or "").split("\n\n")[0].split())
+    text = " ".join(docstring.split("\n\n")[0].split())
     first, *more = re.split(r"(?<=[.;:])\s", text)
     return f"{first} {more[0]}".rstrip(";:") if len(first) < 45 and more else first.rstrip(";:")

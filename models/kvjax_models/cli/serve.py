@@ -13,7 +13,8 @@ import simple_parsing
 from kvjax.budget import Budget
 from kvjax_models.cache import CachedModel
 from kvjax_models.cli import interrupts
-from kvjax_models.cli.options import ModelOptions, repeatable, write_status
+from kvjax_models.cli.options import ModelOptions, repeatable
+from kvjax_models.cli.output import write_status
 
 _KEY_VARIABLE = "KVJAX_API_KEY"
 

@@ -84,7 +84,8 @@ def split_model(model: Llama, scorer: Scorer | None, context_tokens: int) -> Spl
     """
     scorers = (None,) * len(model.layers) if scorer is None else tuple(scorer)
     rotaries = [model.config.rotary(number, context_tokens) for number in range(len(model.layers))]
-    layers = tuple(_Layer(_flatten(layer), *rest) for layer, *rest in zip(model.layers, rotaries, scorers, strict=True))
+    parts = zip(model.layers, rotaries, scorers, strict=True)
+    layers = tuple(_Layer(_flatten(layer), rotary, one) for layer, rotary, one in parts)
     return SplitModel(model, _flatten(model.without_layers()), layers, scorer)
 
 
@@ -315,7 +316,9 @@ def _decode_step(
     """Samples a token from the logits and computes the next logits; returns the state and the tokens."""
     rows, sampled, x, lengths = _sample_token(split.outer, mesh, eos, dataclasses.replace(state, layers=()))
     x, state = _step_layers(split, dataclasses.replace(rows, layers=state.layers), x, lengths, texts)
-    rows = _next_logits(split.outer, dataclasses.replace(state, layers=(), done=()), sampled.token, x, lengths)
+    # Without `done`, which the host reads while the layers run.
+    rest: dict[str, Any] = {"layers": (), "done": ()}
+    rows = _next_logits(split.outer, dataclasses.replace(state, **rest), sampled.token, x, lengths)
     return dataclasses.replace(rows, layers=state.layers, done=state.done), sampled
 
 

@@ -1,0 +1,10 @@
+"""The names of the package `kvjax_models`, which it imports when one is used."""
+
+from kvjax_models.cache import CachedModel as CachedModel
+from kvjax_models.document import Document as Document
+from kvjax_models.engine import Engine as Engine
+from kvjax_models.generation.sampling import Sampling as Sampling
+from kvjax_models.language_model import LanguageModel as LanguageModel
+from kvjax_models.language_model import load as load
+from kvjax_models.usage import Completion as Completion
+from kvjax_models.usage import Usage as Usage
