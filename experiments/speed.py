@@ -4,11 +4,15 @@
     python -m experiments.speed --model smollm2-135m --context_tokens 2048
     python -m experiments.speed --measure prefill --model smollm2-135m --context_tokens 1980 --policy kvzip
     python -m experiments.speed --measure throughput --context_tokens 4096 --full_rows 4
+    python -m experiments.speed --measure answer --model smollm2-135m --context_tokens 1980 --policy auto --transformers
+    python -m experiments.speed --measure questions --model smollm2-135m --context_tokens 4096 --policy auto
 
 `latency` decodes one sequence: time to first token, time per token, time of prefill and 1,000 tokens, selection of
 blocks, resident and read bytes; with `--transformers` also the time per token of transformers' DynamicCache. `prefill`
 times entire prefills, with all passes that a policy needs. `throughput` serves requests by continuous batching with as
-many rows as fit in the memory of `--full_rows` rows of the full cache. `bytes` computes the bytes that a cache holds
+many rows as fit in the memory of `--full_rows` rows of the full cache. `answer` times prefill and the decode steps of
+an answer of `--tokens` tokens, `questions` the answers to `--questions` questions about a document that was read
+before; with `--transformers` also those of transformers' DynamicCache. `bytes` computes the bytes that a cache holds
 and that a step reads, without weights. Weights and prompts are random unless `--model` names a model. Policies
 alternate, so ratios compare neighbors.
 """
@@ -25,7 +29,7 @@ import numpy as np
 from jaxtyping import Float
 
 import kvjax
-from experiments import throughput
+from experiments import answers, throughput
 from experiments.common import caches, timing
 from experiments.common.caches import Setting
 from experiments.common.compiled import launches
@@ -48,7 +52,7 @@ class Options(Flags):
     """Options of a measurement."""
 
     measure: tuple[str, ...] = repeatable(
-        "latency", choices=("latency", "prefill", "throughput", "bytes")
+        "latency", choices=("latency", "prefill", "throughput", "answer", "questions", "bytes")
     )  # Repeatable.
     shape: str = "small"  # Sizes of a random model: a name of `common.shapes`, or a directory with a config.json.
     model: str | None = None  # A model to load in place of a random one.
@@ -63,7 +67,9 @@ class Options(Flags):
     prefill_chunk: int = 256  # Tokens per chunk of exact prefill, for `latency`.
     batch: int = 1  # Copies of the sequence that decode together, for `latency`.
     equal_memory: bool = False  # Every setting decodes as many copies as fit in the memory of `batch` full caches.
-    transformers: bool = False  # Also decode with transformers, which must be installed, for `latency`.
+    transformers: bool = False  # Also decode with transformers, which must be installed.
+    questions: int = 12  # Questions of `questions`.
+    question_tokens: int = 16  # Tokens of each of them.
     answer_tokens: int = 256  # Tokens of a request of `throughput`.
     full_rows: tuple[int, ...] = repeatable(1, 4)  # Rows of the full cache that set the memory of `throughput`.
     seed: int = 0
@@ -286,10 +292,30 @@ def measure_throughput(options: Options, llm: LanguageModel, context: int) -> It
         yield from throughput.measure(llm, options.settings, sizes)
 
 
+def _answer_sizes(options: Options, llm: LanguageModel, context: int) -> answers.Sizes:
+    dtype = str(jnp.dtype(llm.model.embedding.param_dtype)) if options.transformers else None
+    number, repetitions = options.questions, options.repetitions
+    return answers.Sizes(context, options.question_tokens, number, options.tokens, repetitions, options.seed, dtype)
+
+
+def measure_answer(options: Options, llm: LanguageModel, context: int) -> Iterator[Measured]:
+    """Yields labels and values of the answer to a prompt with every setting."""
+    sizes = {"max_prompt_tokens": context, "max_new_tokens": options.tokens}
+    generators = make_generators(llm, options.settings, **sizes)
+    yield from answers.measure_answer(llm, generators, _answer_sizes(options, llm, context))
+
+
+def measure_questions(options: Options, llm: LanguageModel, context: int) -> Iterator[Measured]:
+    """Yields labels and values of the answers to questions about one document with every setting."""
+    yield from answers.measure_questions(llm, options.settings, _answer_sizes(options, llm, context))
+
+
 MEASURES = {
     "latency": measure_latency,
     "prefill": measure_prefill,
     "throughput": measure_throughput,
+    "answer": measure_answer,
+    "questions": measure_questions,
     "bytes": measure_bytes,
 }
 

@@ -1,11 +1,94 @@
-"""Decode steps of transformers, for comparison. Needs torch and transformers."""
+"""Decode steps and answers of transformers, for comparison. Needs torch and transformers."""
 
+import copy
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from kvjax_models.model.config import LlamaConfig
 
 CacheKind = Literal["dynamic", "static", "static in a CUDA graph"]
 CACHES: tuple[CacheKind, ...] = ("dynamic", "static", "static in a CUDA graph")
+
+
+def make_model(config: LlamaConfig, dtype: str) -> tuple[Any, str]:
+    """Returns a Llama of the same sizes with random weights, and torch's device: a GPU if there is one.
+
+    The rotary embedding and its scaling have no effect on the time.
+
+    Args:
+        config: sizes of the decoder.
+        dtype: dtype of the weights.
+
+    Raises:
+        ImportError: if torch or transformers is not installed.
+    """
+    import torch
+    import transformers
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    values = transformers.LlamaConfig(
+        vocab_size=config.vocab_size, hidden_size=config.width, intermediate_size=config.mlp_width,
+        num_hidden_layers=config.layers, num_attention_heads=config.query_heads,
+        num_key_value_heads=config.kv_heads, head_dim=config.head_dim, max_position_embeddings=config.max_length,
+        tie_word_embeddings=config.tied_embeddings, attention_bias=config.qkv_bias,
+    )  # fmt: skip
+    with torch.device(device):
+        model: Any = transformers.AutoModelForCausalLM.from_config(
+            values, attn_implementation="sdpa", dtype=getattr(torch, dtype)
+        ).eval()
+    return model, device
+
+
+class TransformersAnswers:
+    """Answers of transformers with a `DynamicCache`, greedy, from random weights."""
+
+    def __init__(self, config: LlamaConfig, dtype: str):
+        """Creates the model.
+
+        Args:
+            config: sizes of the decoder.
+            dtype: dtype of the weights.
+
+        Raises:
+            ImportError: if torch or transformers is not installed.
+        """
+        self.model, self.device = make_model(config, dtype)
+
+    def read(self, text: Sequence[int]) -> Any:
+        """Returns the cache of a text."""
+        import torch
+        import transformers
+
+        cache = transformers.DynamicCache(config=self.model.config)
+        with torch.inference_mode():
+            tokens = torch.tensor([text], device=self.device)
+            self.model(tokens, past_key_values=cache, logits_to_keep=1)
+        return cache
+
+    def answer(self, prompts: Sequence[Sequence[int]], answer_tokens: int, cache: Any = None) -> list[list[int]]:
+        """Answers prompts of one length as a batch.
+
+        Args:
+            prompts: token ids.
+            answer_tokens: tokens of every answer.
+            cache: the cache of a text that all prompts continue; it is copied for each of them.
+
+        Returns:
+            The answers.
+        """
+        import torch
+        import transformers
+
+        cache = transformers.DynamicCache(config=self.model.config) if cache is None else copy.deepcopy(cache)
+        with torch.inference_mode():
+            if len(prompts) > 1:
+                cache.batch_repeat_interleave(len(prompts))
+            tokens, answers = torch.tensor(prompts, device=self.device), []
+            for _ in range(answer_tokens):
+                logits = self.model(tokens, past_key_values=cache, logits_to_keep=1).logits
+                tokens = logits[:, -1:].argmax(-1)
+                answers.append(tokens)
+            return torch.cat(answers, dim=1).tolist()
 
 
 class TransformersWriter:
@@ -31,25 +114,14 @@ class TransformersWriter:
         import torch
         import transformers
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        # A Llama of the same sizes; the rotary embedding and its scaling have no effect on the time.
-        values = transformers.LlamaConfig(
-            vocab_size=config.vocab_size, hidden_size=config.width, intermediate_size=config.mlp_width,
-            num_hidden_layers=config.layers, num_attention_heads=config.query_heads,
-            num_key_value_heads=config.kv_heads, head_dim=config.head_dim, max_position_embeddings=config.max_length,
-            tie_word_embeddings=config.tied_embeddings, attention_bias=config.qkv_bias,
-        )  # fmt: skip
-        with torch.device(device):
-            self.model: Any = transformers.AutoModelForCausalLM.from_config(
-                values, attn_implementation="sdpa", dtype=getattr(torch, dtype)
-            ).eval()
+        self.model, device = make_model(config, dtype)
         # Room for a run that warms up and the runs of a measurement.
         room = context + 16 * tokens
         caches: Any = transformers  # its classes have different arguments
         if cache == "dynamic":
-            self.cache = caches.DynamicCache(config=values)
+            self.cache = caches.DynamicCache(config=self.model.config)
         else:
-            self.cache = caches.StaticCache(config=values, max_cache_len=room)
+            self.cache = caches.StaticCache(config=self.model.config, max_cache_len=room)
         self.tokens, self.token = tokens, torch.zeros((1, 1), dtype=torch.long, device=device)
         shape = (2, 1, config.kv_heads, context, config.head_dim)
         with torch.inference_mode():

@@ -1,0 +1,136 @@
+"""Seconds of entire answers; `experiments.speed --measure answer` and `--measure questions` run them.
+
+`answer` reads a prompt and generates an answer, after a first one that compiles. `questions` asks several questions
+about a document that was read before: the entries of the document are kept, so that only questions and answers are
+computed. transformers keeps them in a `DynamicCache`, of which every question continues a copy.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+import kvjax
+from experiments.common.caches import Setting
+from experiments.common.output import Measured
+from experiments.common.statistics import median_interval
+from experiments.common.timing import interleaved_seconds
+from experiments.common.transformers_decode import TransformersAnswers
+from kvjax_models import LanguageModel
+from kvjax_models.document import Document
+from kvjax_models.generation.generator import Generator
+from kvjax_models.usage import collect
+
+ROW_MEMORY = 2 * 2**30  # bytes of memory for which `questions` counts rows
+TRANSFORMERS = "transformers"
+
+
+class Sizes(NamedTuple):
+    """Sizes of a measurement.
+
+    Attributes:
+        context_tokens: tokens of the prompt or document.
+        question_tokens: tokens of every question.
+        questions: number of questions.
+        answer_tokens: tokens of every answer.
+        repetitions: timed runs.
+        seed: seed of the random tokens.
+        dtype: dtype of transformers' model; None leaves transformers out.
+    """
+
+    context_tokens: int
+    question_tokens: int
+    questions: int
+    answer_tokens: int
+    repetitions: int
+    seed: int
+    dtype: str | None
+
+
+def measure_answer(llm: LanguageModel, generators: Mapping[Setting, Generator], sizes: Sizes) -> Iterator[Measured]:
+    """Measures the prefill of a prompt and its answer with every setting.
+
+    Args:
+        llm: the model.
+        generators: a generator with one row of every setting.
+        sizes: the sizes.
+
+    Yields:
+        Labels and values of each setting and of transformers; ratios are to the first setting in the same repetition.
+    """
+    [prompt] = _random_tokens(llm, sizes.seed, 1, sizes.context_tokens)
+
+    def answer(generator: Generator) -> list[list[int]]:
+        state = generator.prefill(generator.init_state(sizes.seed), [prompt])
+        return generator.decode_all(state, sizes.answer_tokens, compact_last=False)[0]
+
+    runs: dict[str, Callable[[], Any]] = {
+        str(setting): functools.partial(answer, one) for setting, one in generators.items()
+    }
+    if sizes.dtype is not None:
+        peer = TransformersAnswers(llm.model.config, sizes.dtype)
+        runs[TRANSFORMERS] = lambda: peer.answer([prompt], sizes.answer_tokens)
+    for name, values in _ratios(runs, sizes.repetitions).items():
+        yield {"setting": name, **sizes._asdict()}, values
+
+
+def measure_questions(llm: LanguageModel, settings: Sequence[Setting], sizes: Sizes) -> Iterator[Measured]:
+    """Measures the answers to questions about one document, as one batch.
+
+    Args:
+        llm: the model.
+        settings: the settings; the first one is the full cache.
+        sizes: the sizes.
+
+    Yields:
+        Labels and values of each setting and of transformers, as a batch of copies and one question after the other.
+    """
+    [text] = _random_tokens(llm, sizes.seed, 1, sizes.context_tokens)
+    questions = _random_tokens(llm, sizes.seed + 1, sizes.questions, sizes.question_tokens)
+    needed = sizes.question_tokens + sizes.answer_tokens
+    documents: dict[str, Document] = {}
+    for setting in settings:
+        try:
+            documents[str(setting)] = setting.cache(llm).read(text, max_new_tokens=needed)
+        except ValueError as error:
+            print(f"{setting} is left out: {error}")
+
+    def ask(document: Document) -> None:
+        engine = document.engine(rows=len(questions), max_new_tokens=needed)
+        for question in questions:
+            engine.add(question, document, max_new_tokens=sizes.answer_tokens)
+        collect(engine, 0, document)
+
+    runs: dict[str, Callable[[], Any]] = {name: functools.partial(ask, one) for name, one in documents.items()}
+    if sizes.dtype is not None:
+        peer = TransformersAnswers(llm.model.config, sizes.dtype)
+        cache = peer.read(text)
+        runs["transformers, batch"] = lambda: peer.answer(questions, sizes.answer_tokens, cache)
+        runs["transformers, one by one"] = lambda: [peer.answer([one], sizes.answer_tokens, cache) for one in questions]
+    for name, values in _ratios(runs, sizes.repetitions).items():
+        if name in documents:
+            text_bytes = kvjax.cache_bytes(documents[name].texts).device
+            row_bytes = documents[name].tails(1).row_bytes
+            values |= {"document_bytes": text_bytes, "row_bytes": row_bytes}
+            values["rows_in_2_gib"] = max((ROW_MEMORY - text_bytes) // row_bytes, 0)
+        yield {"setting": name, **sizes._asdict()}, values
+
+
+def _random_tokens(llm: LanguageModel, seed: int, count: int, length: int) -> list[list[int]]:
+    return np.random.default_rng(seed).integers(0, llm.model.config.vocab_size, (count, length)).tolist()
+
+
+def _ratios(runs: Mapping[str, Callable[[], Any]], repetitions: int) -> dict[str, dict[str, Any]]:
+    """Returns seconds of every run, and ratios to the first run and to transformers in the same repetition."""
+    times = dict(zip(runs, interleaved_seconds(list(runs.values()), repetitions), strict=True))
+    full = next(iter(times.values()))
+    peers = [name for name in times if name.startswith(TRANSFORMERS)]
+    values: dict[str, dict[str, Any]] = {}
+    for name, seconds in times.items():
+        values[name] = {"seconds": median_interval(seconds), "seconds_ratio": median_interval(seconds / full)}
+        if peers:
+            fastest: Float[np.ndarray, "R"] = np.min([times[peer] for peer in peers], axis=0)
+            values[name]["transformers_ratio"] = median_interval(seconds / fastest)
+    return values
