@@ -116,6 +116,21 @@ def test_prefill_includes_all_passes_of_a_policy(tmp_path, monkeypatch):
         assert found[setting, "prefill_seconds"]["value"] > 0
 
 
+def test_answers_and_questions_are_relative_to_the_full_cache(tmp_path, monkeypatch):
+    monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
+    options = {"shape": "tiny", "policy": ("streaming_llm",), "budget": ("50%",), "context_tokens": (200,), "tokens": 3}
+    measure = ("answer", "questions")
+    speed.main(speed.Options(measure=measure, **options, questions=2, repetitions=6, output_dir=str(tmp_path)))
+    for name in measure:
+        found = {(one["setting"], one["metric"]): one for one in figures(tmp_path / f"{name}.json")}
+        assert found["exact", "seconds_ratio"]["value"] == 1
+        ratio = found["streaming_llm @ 50%", "seconds_ratio"]
+        assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
+    held = [found[setting, "document_bytes"]["value"] for setting in ("exact", "streaming_llm @ 50%")]
+    assert 0 < held[1] < held[0]
+    assert found["exact", "rows_in_2_gib"]["value"] == (2**31 - held[0]) // found["exact", "row_bytes"]["value"]
+
+
 def test_every_policy_uses_the_memory_of_the_full_cache(capsys):
     settings = [Setting("exact"), Setting("streaming_llm", "25%"), Setting("quest", "64"), Setting("kvzip", "2")]
     sizes = throughput.Sizes(192, 64, full_rows=2, repetitions=2, seed=0)
