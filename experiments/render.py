@@ -121,7 +121,10 @@ def render(page: str, results: Results) -> str:
 def figures(results: Results) -> dict[str, plots.plt.Figure]:
     """Returns the pictures by file name."""
     cells = results.cells
-    pictures = {f"matrix_{model}.png": result_figures.matrix(of_model(cells, model), model) for model in models(cells)}
+    pictures = {
+        f"matrix_{model}_{question}.png": result_figures.matrix(chosen, f"{model}, question {question}")
+        for (model, question), chosen in matrices(cells).items()
+    }
     front = [cell for cell in cells if (cell.model, cell.task, cell.tokens, cell.question) == FRONT]
     return pictures | {"score_by_bytes.png": result_figures.score_by_bytes(front, SYSTEMS.values())}
 
@@ -201,11 +204,19 @@ def models(cells: Iterable[Cell]) -> list[str]:
     return sorted(counts, key=lambda model: -counts[model])
 
 
-def of_model(cells: Iterable[Cell], model: str) -> list[Cell]:
-    """Returns the cells of a model's matrix, without kvpress, of tasks with a compressed cache."""
-    chosen = [cell for cell in cells if cell.model == model and not cell.policy.startswith("kvpress ")]
-    compressed = {cell.column for cell in chosen if cell.policy != "full cache"}
-    return [cell for cell in chosen if cell.column in compressed]
+def matrices(cells: Iterable[Cell]) -> dict[tuple[str, str], list[Cell]]:
+    """Returns the cells of every matrix, by model and question: without kvpress, of tasks with a compressed cache."""
+    cells = [cell for cell in cells if not cell.policy.startswith("kvpress ")]
+    compressed = {cell.column for cell in cells if cell.policy != "full cache"}
+    found: dict[tuple[str, str], list[Cell]] = {}
+    for model in models(cells):
+        for question in ("unseen", "seen"):
+            chosen = [
+                cell for cell in cells if (cell.model, cell.question) == (model, question) and cell.column in compressed
+            ]
+            if chosen:
+                found[model, question] = chosen
+    return found
 
 
 # Blocks of pages.
@@ -254,9 +265,8 @@ def systems_table(_: str, results: Results) -> str:
 def matrix_images(_: str, results: Results) -> str:
     """Returns the pictures of all models."""
     return "\n".join(
-        f"![Scores of {model} by policy, budget and task](../images/matrix_{model}.png)\n"
-        for model in models(results.cells)
-        if of_model(results.cells, model)
+        f"![Scores of {model}, question {question}](../images/matrix_{model}_{question}.png)\n"
+        for model, question in matrices(results.cells)
     )
 
 

@@ -58,7 +58,7 @@ def matrix(cells: Sequence[Cell], title: str) -> plt.Figure:
     Colors are shares of the full cache's score.
 
     Args:
-        cells: cells of one model.
+        cells: cells of one model and kind of question.
         title: title of the picture.
 
     Returns:
@@ -81,11 +81,11 @@ def matrix(cells: Sequence[Cell], title: str) -> plt.Figure:
     axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(names) - 0.5, -0.5))
     for group in dict.fromkeys(column for column, _ in columns):
         places = [x for x, (other, _) in enumerate(columns) if other == group]
-        _, task, tokens, question = group
-        text = f"{task.replace('_', ' ')}\n{tokens} tokens\n{question}"
+        _, task, tokens, _ = group
+        text = f"{task.replace('_', ' ')}\n{tokens} tokens"
         axes.text(sum(places) / len(places), -1.25, text, ha="center", va="bottom", fontsize=7)
         axes.axvline(places[-1] + 0.5, color="white", linewidth=4)
-    axes.set_title(title, fontsize=10, loc="left", pad=58)
+    axes.set_title(title, fontsize=10, loc="left", pad=46)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     return figure

@@ -24,7 +24,7 @@ def test_pages_are_current(path, results):
 
 def test_intervals_and_pictures_are_current(results):
     assert (render.RESULTS / "intervals.csv").read_text() == render.intervals(results.rows)
-    names = {f"matrix_{model}.png" for model in render.models(results.cells)}
+    names = {f"matrix_{model}_{question}.png" for model, question in render.matrices(results.cells)}
     assert names == {path.name for path in render.IMAGES.glob("matrix_*.png")}
 
 
@@ -83,7 +83,7 @@ def test_cells_have_comparable_budgets(cells):
 
 
 def test_the_matrix_has_a_cell_per_score(cells):
-    figure = result_figures.matrix(render.of_model(cells, "m"), "m")
+    figure = result_figures.matrix(render.matrices(cells)["m", "unseen"], "m")
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert len(figure.axes[0].patches) == 6  # the full cache above both budgets
     assert texts.count("0.50") == 1 and texts.count("6") == 6
