@@ -32,7 +32,6 @@ from jaxtyping import Array, Float
 from tqdm import tqdm
 
 import kvjax
-from kvjax import rope
 from kvjax.combinators.head_budgets import Shares, retrieving_heads
 from kvjax.methods.top_k.kvzip import KVzip
 from kvjax_models import atomic_io, calibration_texts
@@ -326,9 +325,10 @@ def _attention_inputs(
 ) -> tuple[Float[Array, "T W"], Float[Array, "T H_q D"], Float[Array, "H_kv D D"]]:
     """Returns the normalized residual stream, queries before the rotary embedding, and moments of rotated ones."""
     count = x.shape[2]
-    cos, sin = rotation(rotary, jnp.arange(count)[None])
-    queries = layer.project_queries(x[0], jnp.ones_like(cos), jnp.zeros_like(sin)).astype(jnp.float32)
-    rotated = rope.rotate(queries, cos, sin)[0, SKIPPED_TOKENS:]
+    angles = rotation(rotary, jnp.arange(count)[None])
+    unrotated = angles._replace(cos=jnp.ones_like(angles.cos), sin=jnp.zeros_like(angles.sin))
+    queries = layer.project_queries(x[0], *unrotated).astype(jnp.float32)
+    rotated = layer.project_queries(x[0], *angles)[0, SKIPPED_TOKENS:].astype(jnp.float32)
     groups = rotated.reshape(len(rotated), -1, layer.attention.group_size, rotated.shape[2])
     moments = jnp.einsum("thgd,thge->hde", groups, groups) / (groups.shape[0] * groups.shape[2])
     return layer.normalize(x)[0, 0].astype(jnp.float32), queries[0], moments

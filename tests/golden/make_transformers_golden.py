@@ -54,6 +54,13 @@ WRONG_FEATURES = {
     "glm4": [{"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}],
     "phi3": [{"original_max_position_embeddings": 128}],
     "smollm3": [{"no_rope_layers": [1, 1]}],
+    "ministral3": [
+        {"sliding_window": None},
+        {"rope_parameters": families.MINISTRAL3.values["rope_parameters"] | {"llama_4_scaling_beta": 0.0}},
+    ],
+    "exaone4": [{"sliding_window": None, "layer_types": ["full_attention"] * 2}, {"sliding_window": 9}],
+    "hunyuan_v1_dense": [{"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}],
+    "granite_swa": [{"layer_rope_theta": [10000.0, 100.0, 10000.0]}, {"layer_rope_theta": [0, 100.0, 100.0]}],
     "seed_oss": [{"attention_bias": False}],
     "granite": [{"residual_multiplier": 0.6}, {"logits_scaling": 1.6}],
 }

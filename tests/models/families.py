@@ -102,10 +102,26 @@ MINISTRAL = _family(
     tie_word_embeddings=False,
 )  # fmt: skip
 SEED_OSS = _family("seed_oss", "SeedOss", head_dim=16, tie_word_embeddings=False)
+MINISTRAL3 = _family(
+    "ministral3", "Ministral3", head_dim=16, sliding_window=24, tie_word_embeddings=False,
+    rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.2},
+)  # fmt: skip
+EXAONE4 = _family("exaone4", "Exaone4", sliding_window=8, sliding_window_pattern=2, tie_word_embeddings=False)
+ERNIE4_5 = _family("ernie4_5", "Ernie4_5", head_dim=16, use_bias=True)
+HUNYUAN_V1_DENSE = _family(
+    "hunyuan_v1_dense", "HunYuanDenseV1", head_dim=16, attention_bias=True, tie_word_embeddings=False,
+    rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0},
+)  # fmt: skip
+ARCEE = _family("arcee", "Arcee", mlp_bias=True, attention_bias=True, tie_word_embeddings=False)
+GRANITE_SWA = _family(
+    "granite_swa", "GraniteSWA", embedding_multiplier=2.0, residual_multiplier=0.5, logits_scaling=1.5,
+    attention_multiplier=0.6, sliding_window=8, tie_word_embeddings=False, num_hidden_layers=3,
+    layer_types=["full_attention", "sliding_attention", "sliding_attention"], layer_rope_theta=[0, 100.0, 10000.0],
+)  # fmt: skip
 
 GOLDEN = (
     LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, QWEN3_MOE, MIXTRAL, GPT_OSS, GLM, GLM4, PHI3, OLMO2,
-    OLMO3, SMOLLM3, GRANITE, MINISTRAL, SEED_OSS,
+    OLMO3, SMOLLM3, GRANITE, MINISTRAL, SEED_OSS, MINISTRAL3, EXAONE4, ERNIE4_5, HUNYUAN_V1_DENSE, ARCEE, GRANITE_SWA,
 )  # fmt: skip
 # The golden files of these have one way of tying embeddings; live tests have both.
 _TIED_OR_NOT = (LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3)
@@ -125,6 +141,10 @@ LIVE = (
     OLMO2.but("olmo2-biases", attention_bias=True),
     SEED_OSS.but("seed_oss-biases", attention_bias=False, attention_out_bias=True, mlp_bias=True),
     SMOLLM3.but("smollm3-window", use_sliding_window=True, sliding_window=8),
+    MINISTRAL3.but("ministral3-full", sliding_window=None),
+    EXAONE4.but("exaone4-full", sliding_window=None, layer_types=["full_attention"] * 2),
+    HUNYUAN_V1_DENSE.but("hunyuan_v1_dense-default", rope_parameters=None, attention_bias=False),
+    GRANITE_SWA.but("granite_swa-equal-bases", layer_rope_theta=None),
     LLAMA2.but("llama-biases", attention_bias=True, mlp_bias=True),
     MISTRAL.but("mistral-full", sliding_window=None),
     QWEN2.but("qwen2-full", use_sliding_window=False),

@@ -16,9 +16,10 @@ import safetensors.numpy
 # Families in tests/golden/transformers with their architectures in GGUF.
 ARCHITECTURES = {name: name for name in ("gemma", "gemma2", "gemma3", "glm4", "granite", "olmo2", "phi3", "qwen2")} | {
     "gpt_oss": "gpt-oss", "llama2": "llama", "llama31": "llama", "mixtral": "llama", "olmo3": "olmo2",
+    "arcee": "arcee", "ernie4_5": "ernie4_5", "exaone4": "exaone4", "hunyuan_v1_dense": "hunyuan-dense",
     "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "seed_oss": "seed_oss", "smollm3": "smollm3",
 }  # fmt: skip
-INTERLEAVED = ("llama", "granite", "smollm3")
+INTERLEAVED = ("llama", "arcee", "granite", "smollm3")
 KEYS = {
     "num_hidden_layers": "block_count",
     "max_position_embeddings": "context_length",
@@ -82,7 +83,7 @@ def _metadata(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
     values["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1))
     if architecture == "qwen2" or (architecture == "phi3" and not config.get("sliding_window")):
         values.pop("attention.sliding_window", None)
-    if architecture in ("olmo2", "gemma3") and "sliding_window" in config:
+    if architecture in ("olmo2", "gemma3", "exaone4") and "sliding_window" in config:
         values["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]
     sliding = (config.get("rope_parameters") or {}).get("sliding_attention")
     if sliding is not None:

@@ -32,6 +32,7 @@ SANDWICH_NORMS: dict[Path, str | tuple[str, ...]] = {
     ("mlp_norm",): "pre_feedforward_layernorm",
     ("after_mlp_norm",): "post_feedforward_layernorm",
 }
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 ATTENTION_BIAS: dict[str, str | tuple[str, ...]] = {"attention_bias": ("qkv_bias", "output_bias")}
 
 
@@ -94,10 +95,12 @@ class Family:
         defaults: values that transformers assumes for missing keys.
         fields: fields of `LlamaConfig` that all models of the family share.
         keys: keys of config.json and the fields they set, whose types determine those of the values.
+        activations: values of `hidden_act`, and those of `LlamaConfig.activation`.
         more_fields: computes further fields, and refuses values that the decoder does not implement.
         layer_types: computes the attention type of every layer from other keys than `layer_types`.
         reads_layer_types: whether the key `layer_types` has precedence; transformers ignores it in the other families.
         partial_rotary: whether only a part of each head may be rotated.
+        rope_keys: further keys of the rotary embedding that are understood, or that change nothing.
         rope_types: other names of `rope_type`, and the names that they replace.
         scaled_windows: whether a scaled rotary embedding applies to layers with a sliding window, too.
         aliases: alternative keys and the keys they replace.
@@ -113,10 +116,12 @@ class Family:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     keys: Mapping[str, str | tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: ACTIVATIONS)
     more_fields: Callable[[ConfigValues], Mapping[str, Any]] = lambda values: {}
     layer_types: Callable[[ConfigValues], list[str]] = full_layers
     reads_layer_types: bool = False
     partial_rotary: bool = False
+    rope_keys: tuple[str, ...] = ()
     rope_types: Mapping[str, str] = dataclasses.field(default_factory=dict)
     scaled_windows: bool = True
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)

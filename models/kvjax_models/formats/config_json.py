@@ -15,7 +15,6 @@ from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.rotary import RopeScaling
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 # The types of the fields of `LlamaConfig` decide how the values of their keys are read.
 _TYPES = typing.get_type_hints(LlamaConfig)
 _READERS: dict[Any, Any] = {
@@ -73,7 +72,7 @@ def parse_config(values: Mapping[str, Any]) -> LlamaConfig:
     if values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = heads
     values.setdefault("rms_norm_eps", 1e-6)
-    fields: dict[str, Any] = {"activation": _activation(values), **family.fields}
+    fields: dict[str, Any] = {"activation": _activation(family, values), **family.fields}
     for key, names in family.keys.items():
         for name in (names,) if isinstance(names, str) else names:
             fields[name] = _READERS[_TYPES[name]](values, key)
@@ -132,17 +131,21 @@ def _check_supported(family: Family, values: ConfigValues) -> None:
         raise ValueError(f"not supported: {', '.join(unsupported)}")
 
 
-def _activation(values: ConfigValues) -> str:
+def _activation(family: Family, values: ConfigValues) -> str:
     """Returns the activation.
+
+    Args:
+        family: family of the model.
+        values: values of the file.
 
     Raises:
         ValueError: if it is not supported.
     """
     key = "hidden_activation" if values.get("hidden_activation") is not None else "hidden_act"
     name = values.get(key, "silu")
-    if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise ValueError(f"{key}={name!r} is not supported; supported: {', '.join(map(repr, _ACTIVATIONS))}")
-    return _ACTIVATIONS[name]
+    if not isinstance(name, str) or name not in family.activations:
+        raise ValueError(f"{key}={name!r} is not supported; supported: {', '.join(map(repr, family.activations))}")
+    return family.activations[name]
 
 
 def _max_length(values: ConfigValues, scaling: RopeScaling | None) -> int:

@@ -72,13 +72,15 @@ def unsupported_keys(family: Family, values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def unsupported_rope_keys(rope: Mapping[str, Any]) -> list[str]:
+def unsupported_rope_keys(family: Family, rope: Mapping[str, Any]) -> list[str]:
     """Returns the keys of a rotary embedding that are not supported, with their values.
 
     Args:
+        family: family of the model.
         rope: values of the rotary embedding.
     """
-    return [f"{key}={value!r}" for key, value in rope.items() if key not in _ROPE_KEYS and not _is_neutral(key, value)]
+    known = (*_ROPE_KEYS, *family.rope_keys)
+    return [f"{key}={value!r}" for key, value in rope.items() if key not in known and not _is_neutral(key, value)]
 
 
 def _is_neutral(key: str, value: Any) -> bool:

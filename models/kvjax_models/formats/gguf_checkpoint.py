@@ -99,7 +99,7 @@ _TOP_LEVEL = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_BIASES = {"attention_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_up"}
+_BIASES = {"attention_bias": "attn_q", "use_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_up"}
 _BLOCK_TENSOR = re.compile(r"blk\.(?P<layer>\d{1,6})\.(?P<module>\w+)(?P<suffix>\.weight|\.bias|)")
 _EXPERT_MODULE = re.compile(r"ffn_(?P<projection>gate|up|down)_exps")
 

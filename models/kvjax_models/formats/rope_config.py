@@ -87,7 +87,7 @@ def _scaling(family: Family, rope: ConfigValues, values: ConfigValues, rotary_di
     """
     kind = rope.get("rope_type", rope.get("type", "default"))
     kind = family.rope_types.get(kind, kind) if isinstance(kind, str) else kind
-    if unsupported := config_keys.unsupported_rope_keys(rope):
+    if unsupported := config_keys.unsupported_rope_keys(family, rope):
         raise ValueError(f"the rotary embedding's {', '.join(unsupported)} is not supported")
     if kind is None or kind == "default":
         return None

@@ -164,7 +164,8 @@ def _projection_rule(family: Family, config: LlamaConfig, path: Path, shape: Sha
     """Returns the rule of fused projections.
 
     The file has one tensor [out, in] per projection, or one that concatenates them along `out`. The parameter is
-    [in, H_kv, G + 2, D] or [in, 2, F], with the projections along its last axis but one; biases have no `in`.
+    [in, H_kv, G + 2, D], [in, 2, F] or [in, 1, F], with the projections along its last axis but one; biases have no
+    `in`.
     """
     is_attention, leaf = path[2] == "attention", "bias" if path[-1] == "bias" else "weight"
     modules = family.module_names(path[2:-1])
@@ -172,9 +173,9 @@ def _projection_rule(family: Family, config: LlamaConfig, path: Path, shape: Sha
     names = tuple(f"model.layers.{path[1]}.{module}.{leaf}" for module in modules)
     inputs = shape[:1] if leaf == "weight" else ()
     heads = (config.kv_heads,) if is_attention else ()
-    counts = (config.query_heads // config.kv_heads, 1, 1) if is_attention else (1, 1)
+    counts = (config.query_heads // config.kv_heads, 1, 1) if is_attention else (1,) * shape[-2]
     widths = [math.prod(heads) * count * shape[-1] for count in counts]
-    rotated = (True, True, False) if is_attention else (False, False)
+    rotated = (True, True, False) if is_attention else (False,) * shape[-2]
     orders = [_heads_order(family, config, width) if r else None for width, r in zip(widths, rotated, strict=True)]
 
     def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:

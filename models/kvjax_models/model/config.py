@@ -26,6 +26,7 @@ class LlamaConfig:
         max_length: context length that the model was trained for, in tokens.
         norm_epsilon: epsilon of RMSNorm.
         rope_theta: base of the rotary embedding.
+        layer_rope_theta: base of the rotary embedding of every layer; (): `rope_theta`.
         rope_scaling: scaling of the rotary embedding; None: not scaled.
         rotary_dim: number of rotated dimensions of a head; None: all.
         nope_layers: layers without rotary embedding.
@@ -35,9 +36,12 @@ class LlamaConfig:
         mlp_bias: whether MLPs, routers and experts have biases.
         query_key_norm: whether queries and keys are normalized before the rotary embedding.
         joint_query_key_norm: whether this norm spans all heads of a token instead of each head.
+        query_key_norm_after_rope: whether this norm follows the rotary embedding.
         windows: sliding window of every layer in tokens, None for full attention; (): full attention in all layers.
         window_rope_theta: base of the rotary embedding in layers with a window, which is then not scaled there.
         attention_scale: scale of attention logits; None: 1 / sqrt(head_dim).
+        query_growth: growth of queries with their position; see `rotary.Rotary`.
+        query_period: positions with the same growth.
         attention_logit_cap: cap c of attention logits, l -> c tanh(l / c); None: no cap.
         logit_cap: cap of next-token logits; None: no cap.
         attention_sinks: whether every query head has an attention sink logit.
@@ -65,6 +69,7 @@ class LlamaConfig:
     max_length: int
     norm_epsilon: float = 1e-5
     rope_theta: float = 10000.0
+    layer_rope_theta: tuple[float, ...] = ()
     rope_scaling: RopeScaling | None = None
     rotary_dim: int | None = None
     nope_layers: tuple[int, ...] = ()
@@ -74,9 +79,12 @@ class LlamaConfig:
     mlp_bias: bool = False
     query_key_norm: bool = False
     joint_query_key_norm: bool = False
+    query_key_norm_after_rope: bool = False
     windows: tuple[int | None, ...] = ()
     window_rope_theta: float | None = None
     attention_scale: float | None = None
+    query_growth: float = 0.0
+    query_period: int = 1
     attention_logit_cap: float | None = None
     logit_cap: float | None = None
     attention_sinks: bool = False
@@ -109,6 +117,8 @@ class LlamaConfig:
         for name, allowed in (("activation", ACTIVATIONS), ("norms", NORMS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}")
+        if self.query_key_norm_after_rope and (self.attention_scale is not None or self.query_growth):
+            raise ValueError("query_key_norm_after_rope=True undoes attention_scale and query_growth; unset them")
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
             raise ValueError(f"experts_per_token={self.experts_per_token} must be between 1 and experts={self.experts}")
         if self.experts and self.expert_width < 1:
@@ -132,13 +142,16 @@ class LlamaConfig:
             layer: number of the layer.
             tokens: maximum length of the sequences, on which some scalings depend; `max_length` by default.
         """
+        growth = {"query_growth": self.query_growth, "query_period": self.query_period}
         if layer in self.nope_layers:
-            return Rotary((0.0,) * (self.head_dim // 2))
-        theta, scaling = self.rope_theta, self.rope_scaling
+            return Rotary((0.0,) * (self.head_dim // 2), **growth)
+        theta = self.layer_rope_theta[layer] if self.layer_rope_theta else self.rope_theta
+        scaling = self.rope_scaling
         if self.window(layer) is not None and self.window_rope_theta is not None:
             theta, scaling = self.window_rope_theta, None
         tokens = self.max_length if tokens is None else tokens
-        return make_rotary(self.head_dim, theta, scaling, rotary_dim=self.rotary_dim, tokens=tokens)
+        rotary = make_rotary(self.head_dim, theta, scaling, rotary_dim=self.rotary_dim, tokens=tokens)
+        return dataclasses.replace(rotary, **growth)
 
 
 def rope_frequencies(config: LlamaConfig, layer: int = 0, tokens: int | None = None) -> Float[Array, "half_D"]:

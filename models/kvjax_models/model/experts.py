@@ -31,16 +31,23 @@ def _clipped_swiglu(gate: Array, up: Array) -> Array:
     return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
 
 
-ACTIVATIONS: dict[str, Callable[[Array, Array], Array]] = {
+def _squared_relu(up: Array) -> Array:
+    """Returns the activation of MLPs without gates."""
+    return jnp.square(jax.nn.relu(up))
+
+
+ACTIVATIONS: dict[str, Callable[..., Array]] = {
     "silu": _silu,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "clipped_swiglu": _clipped_swiglu,
+    "squared_relu": _squared_relu,
 }
+UNGATED = ("squared_relu",)
 
 
 class Mlp(nnx.Module):
-    """A gated MLP, down(activation(gate, up)), with one projection for gate and up."""
+    """An MLP, down(activation(gate, up)), with one projection for gate and up; some activations have no gate."""
 
     def __init__(self, width: int, hidden: int, activation: str, bias: bool, linear: Callable[..., Any]):
         """Creates an MLP.
@@ -53,13 +60,13 @@ class Mlp(nnx.Module):
             linear: constructor of projections (`quantized.make_linear`).
         """
         self.activation = activation
-        self.gate_up = linear(width, (2, hidden), use_bias=bias)
+        self.gate_up = linear(width, (1 if activation in UNGATED else 2, hidden), use_bias=bias)
         self.down = linear(hidden, width, use_bias=bias)
 
     def __call__(self, x: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
         """Returns the output of the MLP."""
         gate_up = self.gate_up(x)
-        return self.down(ACTIVATIONS[self.activation](gate_up[..., 0, :], gate_up[..., 1, :]))
+        return self.down(ACTIVATIONS[self.activation](*(gate_up[..., i, :] for i in range(gate_up.shape[-2]))))
 
 
 class ExpertLinear(nnx.Module):

@@ -24,7 +24,7 @@ from kvjax_models.model.quantized import (
     make_linear,
     multiply_transposed,
 )
-from kvjax_models.model.rotary import rotation
+from kvjax_models.model.rotary import Angles, rotation
 
 
 class RMSNorm(nnx.Module):
@@ -64,6 +64,7 @@ class Attention(nnx.Module):
         query_width, kv_width = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
         self.query_heads, self.kv_heads, self.head_dim = config.query_heads, config.kv_heads, config.head_dim
         self.query_key_norm, self.joint_norm = config.query_key_norm, config.joint_query_key_norm
+        self.norm_after_rope = config.query_key_norm_after_rope
         # Attention divides logits by sqrt(head_dim); this factor makes it the model's scale.
         scale = config.attention_scale
         self.query_scale = 1.0 if scale is None else scale * config.head_dim**0.5
@@ -79,7 +80,11 @@ class Attention(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros(config.query_heads, dtype)) if config.attention_sinks else None
 
     def project(
-        self, x: Float[Array, "B T W"], cos: Float[Array, "B T half_D"], sin: Float[Array, "B T half_D"]
+        self,
+        x: Float[Array, "B T W"],
+        cos: Float[Array, "B T half_D"],
+        sin: Float[Array, "B T half_D"],
+        query_scale: Float[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T H_q D"], Float[Array, "B T H_kv D"], Float[Array, "B T H_kv D"]]:
         """Returns queries, keys (both rotated) and values.
 
@@ -87,13 +92,18 @@ class Attention(nnx.Module):
             x: normalized residual stream.
             cos: cosine of the rotary angles.
             sin: sine of the rotary angles.
+            query_scale: scale of queries; see `rotary.Angles`.
         """
         qkv = self.qkv(x)
-        queries = self._rotate_queries(qkv[..., : self.group_size, :], cos, sin)
+        queries = self._rotate_queries(qkv[..., : self.group_size, :], cos, sin, query_scale)
         return queries, *self._rotate_keys(qkv[..., self.group_size :, :], cos, sin)
 
     def project_queries(
-        self, x: Float[Array, "B T W"], cos: Float[Array, "B T half_D"], sin: Float[Array, "B T half_D"]
+        self,
+        x: Float[Array, "B T W"],
+        cos: Float[Array, "B T half_D"],
+        sin: Float[Array, "B T half_D"],
+        query_scale: Float[Array, "B T"] | None = None,
     ) -> Float[Array, "B T H_q D"]:
         """Returns the rotated queries only.
 
@@ -101,11 +111,16 @@ class Attention(nnx.Module):
             x: normalized residual stream.
             cos: cosine of the rotary angles.
             sin: sine of the rotary angles.
+            query_scale: scale of queries; see `rotary.Angles`.
         """
-        return self._rotate_queries(self._project_slice(x, slice(None, self.group_size)), cos, sin)
+        return self._rotate_queries(self._project_slice(x, slice(None, self.group_size)), cos, sin, query_scale)
 
     def project_kv(
-        self, x: Float[Array, "B T W"], cos: Float[Array, "B T half_D"], sin: Float[Array, "B T half_D"]
+        self,
+        x: Float[Array, "B T W"],
+        cos: Float[Array, "B T half_D"],
+        sin: Float[Array, "B T half_D"],
+        query_scale: Float[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T H_kv D"], Float[Array, "B T H_kv D"]]:
         """Returns the rotated keys and the values only.
 
@@ -113,6 +128,7 @@ class Attention(nnx.Module):
             x: normalized residual stream.
             cos: cosine of the rotary angles.
             sin: sine of the rotary angles.
+            query_scale: scale of queries; see `rotary.Angles`.
         """
         return self._rotate_keys(self._project_slice(x, slice(self.group_size, None)), cos, sin)
 
@@ -123,15 +139,20 @@ class Attention(nnx.Module):
         y = dot_general(x, self.qkv.kernel[...][:, :, index], (((x.ndim - 1,), (0,)), ((), ())))
         return y if self.qkv.bias is None else y + self.qkv.bias[...][:, index]
 
-    def _rotate_queries(self, y: Array, cos: Array, sin: Array) -> Array:
+    def _rotate_queries(self, y: Array, cos: Array, sin: Array, query_scale: Array | None) -> Array:
         query = y.reshape(*y.shape[:-3], self.query_heads, self.head_dim)
+        if self.norm_after_rope:
+            return self._normalize_heads(self.query_norm, rope.rotate(query, cos, sin))
+        scale = self.query_scale if query_scale is None else self.query_scale * query_scale[..., None]
         if self.query_key_norm:
             query = self._normalize_heads(self.query_norm, query)
         # Scaling cosine and sine instead of the queries avoids a second rounding.
-        return rope.rotate(query, cos * self.query_scale, sin * self.query_scale)
+        return rope.rotate(query, cos * scale, sin * scale)
 
     def _rotate_keys(self, y: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
         key, value = y[..., 0, :], y[..., 1, :]
+        if self.norm_after_rope:
+            return self._normalize_heads(self.key_norm, rope.rotate(key, cos, sin)), value
         if self.query_key_norm:
             key = self._normalize_heads(self.key_norm, key)
         return rope.rotate(key, cos, sin), value
@@ -188,7 +209,11 @@ class DecoderLayer(nnx.Module):
         return _normalize(self.attention_norm, x)
 
     def project(
-        self, x: Float[Array, "B T W"], cos: Float[Array, "B T half_D"], sin: Float[Array, "B T half_D"]
+        self,
+        x: Float[Array, "B T W"],
+        cos: Float[Array, "B T half_D"],
+        sin: Float[Array, "B T half_D"],
+        query_scale: Float[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T H_q D"], Float[Array, "B T H_kv D"], Float[Array, "B T H_kv D"]]:
         """Returns queries, keys (both rotated) and values.
 
@@ -196,11 +221,16 @@ class DecoderLayer(nnx.Module):
             x: residual stream.
             cos: cosine of the rotary angles.
             sin: sine of the rotary angles.
+            query_scale: scale of queries; see `rotary.Angles`.
         """
-        return self.attention.project(self.normalize(x), cos, sin)
+        return self.attention.project(self.normalize(x), cos, sin, query_scale)
 
     def project_queries(
-        self, x: Float[Array, "B T W"], cos: Float[Array, "B T half_D"], sin: Float[Array, "B T half_D"]
+        self,
+        x: Float[Array, "B T W"],
+        cos: Float[Array, "B T half_D"],
+        sin: Float[Array, "B T half_D"],
+        query_scale: Float[Array, "B T"] | None = None,
     ) -> Float[Array, "B T H_q D"]:
         """Returns the rotated queries only.
 
@@ -208,11 +238,16 @@ class DecoderLayer(nnx.Module):
             x: residual stream.
             cos: cosine of the rotary angles.
             sin: sine of the rotary angles.
+            query_scale: scale of queries; see `rotary.Angles`.
         """
-        return self.attention.project_queries(self.normalize(x), cos, sin)
+        return self.attention.project_queries(self.normalize(x), cos, sin, query_scale)
 
     def project_kv(
-        self, x: Float[Array, "B T W"], cos: Float[Array, "B T half_D"], sin: Float[Array, "B T half_D"]
+        self,
+        x: Float[Array, "B T W"],
+        cos: Float[Array, "B T half_D"],
+        sin: Float[Array, "B T half_D"],
+        query_scale: Float[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T H_kv D"], Float[Array, "B T H_kv D"]]:
         """Returns the rotated keys and the values only.
 
@@ -220,6 +255,7 @@ class DecoderLayer(nnx.Module):
             x: residual stream.
             cos: cosine of the rotary angles.
             sin: sine of the rotary angles.
+            query_scale: scale of queries; see `rotary.Angles`.
         """
         return self.attention.project_kv(self.normalize(x), cos, sin)
 
@@ -321,10 +357,8 @@ class Llama(nnx.Module):
         x, scale = self.embedding(tokens), self.config.embedding_scale
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
-    def rotation(
-        self, positions: Int[Array, "B T"], layer: int = 0, tokens: int | None = None
-    ) -> tuple[Float[Array, "B T half_D"], Float[Array, "B T half_D"]]:
-        """Returns cosine and sine for `DecoderLayer.project`; in most models all layers share them.
+    def rotation(self, positions: Int[Array, "B T"], layer: int = 0, tokens: int | None = None) -> Angles:
+        """Returns the angles for `DecoderLayer.project`; in most models all layers share them.
 
         Args:
             positions: positions of the tokens.

@@ -7,6 +7,7 @@ does not change products of queries and keys.
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -71,16 +72,32 @@ class Rotary:
     Attributes:
         frequencies: radians per position of every pair of dimensions; 0 for pairs that are not rotated.
         factor: scale of the rotated pairs.
+        query_growth: growth g of queries with their position p, by 1 + g log(1 + floor(p / query_period)).
+        query_period: positions with the same growth.
     """
 
     frequencies: tuple[float, ...]
     factor: float = 1.0
+    query_growth: float = 0.0
+    query_period: int = 1
 
 
-def rotation(
-    rotary: Rotary, positions: Int[Array, "B T"]
-) -> tuple[Float[Array, "B T half_D"], Float[Array, "B T half_D"]]:
-    """Returns cosine and sine for `kvjax.rope.rotate`, float32, multiplied by the layer's factor.
+class Angles(NamedTuple):
+    """Rotary angles of tokens, the last arguments of `DecoderLayer.project`; all arrays are float32.
+
+    Attributes:
+        cos: cosines for `kvjax.rope.rotate`, multiplied by the layer's factor.
+        sin: sines.
+        query_scale: scale of queries; None: 1.
+    """
+
+    cos: Float[Array, "B T half_D"]
+    sin: Float[Array, "B T half_D"]
+    query_scale: Float[Array, "B T"] | None = None
+
+
+def rotation(rotary: Rotary, positions: Int[Array, "B T"]) -> Angles:
+    """Returns the rotary angles of tokens.
 
     Args:
         rotary: rotary embedding of the layer.
@@ -88,10 +105,13 @@ def rotation(
     """
     frequencies = np.asarray(rotary.frequencies, np.float32)
     cos, sin = rope.rotation(positions, jnp.asarray(frequencies))
-    if rotary.factor == 1:
-        return cos, sin
-    factor = np.where(frequencies == 0, np.float32(1), np.float32(rotary.factor))
-    return cos * factor, sin * factor
+    if rotary.factor != 1:
+        factor = np.where(frequencies == 0, np.float32(1), np.float32(rotary.factor))
+        cos, sin = cos * factor, sin * factor
+    if not rotary.query_growth:
+        return Angles(cos, sin)
+    periods = (positions // rotary.query_period).astype(jnp.float32)
+    return Angles(cos, sin, 1 + rotary.query_growth * jnp.log1p(periods))
 
 
 def make_rotary(
