@@ -75,6 +75,8 @@ def _metadata(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
     values = {name: config[key] for key, name in KEYS.items() if config.get(key) is not None}
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rope = _rope(config)
+    if rope.get("alpha"):  # the converter of Hunyuan scales the base
+        rope["rope_theta"] *= rope["alpha"] ** (head_dim / (head_dim - 2))
     values |= {
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
@@ -122,9 +124,9 @@ def _tensors(
     for name, tensor in tensors.items():
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor.astype(np.float32) + 1
-        for projection, count in (("q_proj.weight", heads), ("k_proj.weight", kv_heads)):
-            if name.endswith(projection) and architecture in INTERLEAVED:
-                tensor = tensor.reshape(count, 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape)
+        for projection, count in (("q_proj.", heads), ("k_proj.", kv_heads)):
+            if projection in name and architecture in INTERLEAVED:
+                tensor = tensor.reshape(count, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
         if ".experts." in name:
             layer, rest = name.removeprefix("model.layers.").split(".", 1)
             if architecture == "gpt-oss":

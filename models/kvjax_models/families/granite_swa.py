@@ -26,8 +26,8 @@ GRANITE_SWA = dataclasses.replace(
     GRANITE,
     model_type="granite_swa",
     architecture="GraniteSWAForCausalLM",
-    defaults=GRANITE.defaults
-    | {
+    defaults={
+        **GRANITE.defaults,
         "max_position_embeddings": 8192,
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-5,

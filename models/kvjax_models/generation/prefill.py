@@ -32,7 +32,7 @@ from kvjax_models.generation.sequence_parallel import (
 from kvjax_models.model import flash_attention
 from kvjax_models.model.exact_attention import attend_in_chunks
 from kvjax_models.model.llama import DecoderLayer, Llama
-from kvjax_models.model.rotary import Rotary, rotation
+from kvjax_models.model.rotary import Angles, Rotary, rotation
 from kvjax_models.sharding import (
     KV_SPEC,
     constrain_to_batch,
@@ -301,8 +301,8 @@ class _ChunkedLayer(NamedTuple):
     group: DeviceGroup
     mesh: Mesh | None
 
-    def rotation(self, x: Float[Array, "B M c W"], chunk: Int[Array, ""]) -> tuple[Array, Array]:
-        """Returns cosine and sine for this device's tokens of a `chunk`, an index into axis 1 of `x`."""
+    def rotation(self, x: Float[Array, "B M c W"], chunk: Int[Array, ""]) -> Angles:
+        """Returns the rotary angles of this device's tokens of a `chunk`, an index into axis 1 of `x`."""
         batch, _, size, _ = x.shape
         first = (chunk * self.group.devices + self.group.device_index()) * size
         return rotation(self.rotary, jnp.broadcast_to(first + jnp.arange(size), (batch, size)))

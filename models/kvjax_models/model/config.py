@@ -1,6 +1,7 @@
 """The configuration of a decoder."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -142,7 +143,7 @@ class LlamaConfig:
             layer: number of the layer.
             tokens: maximum length of the sequences, on which some scalings depend; `max_length` by default.
         """
-        growth = {"query_growth": self.query_growth, "query_period": self.query_period}
+        growth: dict[str, Any] = {"query_growth": self.query_growth, "query_period": self.query_period}
         if layer in self.nope_layers:
             return Rotary((0.0,) * (self.head_dim // 2), **growth)
         theta = self.layer_rope_theta[layer] if self.layer_rope_theta else self.rope_theta
