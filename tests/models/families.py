@@ -118,6 +118,16 @@ GRANITE_SWA = _family(
     attention_multiplier=0.6, sliding_window=8, tie_word_embeddings=False, num_hidden_layers=3,
     layer_types=["full_attention", "sliding_attention", "sliding_attention"], layer_rope_theta=[0, 100.0, 10000.0],
 )  # fmt: skip
+GEMMA4 = _family(
+    "gemma4", "Gemma4", num_hidden_layers=3, head_dim=16, global_head_dim=32, num_global_key_value_heads=1,
+    attention_k_eq_v=True, hidden_size_per_layer_input=0, sliding_window=8, final_logit_softcapping=40.0,
+    layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    rope_parameters={
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 10000.0},
+    },
+)  # fmt: skip
+GEMMA4 = dataclasses.replace(GEMMA4, config_class="Gemma4TextConfig")
 
 GOLDEN = (
     LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, QWEN3_MOE, MIXTRAL, GPT_OSS, GLM, GLM4, PHI3, OLMO2,
@@ -145,6 +155,12 @@ LIVE = (
     EXAONE4.but("exaone4-full", sliding_window=None, layer_types=["full_attention"] * 2),
     HUNYUAN_V1_DENSE.but("hunyuan_v1_dense-default", rope_parameters=None, attention_bias=False),
     GRANITE_SWA.but("granite_swa-equal-bases", layer_rope_theta=None),
+    GEMMA4,
+    GEMMA4.but("gemma4-two-projections", attention_k_eq_v=False, attention_bias=True),
+    dataclasses.replace(
+        GEMMA4, name="gemma4_unified", config_class="Gemma4UnifiedTextConfig", model_class="Gemma4UnifiedForCausalLM",
+        values={key: value for key, value in GEMMA4.values.items() if key != "hidden_size_per_layer_input"},
+    ),
     LLAMA2.but("llama-biases", attention_bias=True, mlp_bias=True),
     MISTRAL.but("mistral-full", sliding_window=None),
     QWEN2.but("qwen2-full", use_sliding_window=False),
@@ -179,6 +195,10 @@ def write(family: Family, directory: pathlib.Path, seed: int = 0, bfloat16: bool
                 if "embed_tokens" in name or "lm_head" in name:
                     values = 2 * values
             parameter.copy_(values.to(torch.bfloat16).float() if bfloat16 else values)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("layer_scalar", "e_score_correction_bias")):
+                values = torch.rand(buffer.shape, generator=generator)
+                buffer.copy_((0.5 + values).to(torch.bfloat16).float() if bfloat16 else 0.5 + values)
     # A copy: casting the model itself would also round its rotary frequencies.
     (copy.deepcopy(model).bfloat16() if bfloat16 else model).save_pretrained(directory)
     return model

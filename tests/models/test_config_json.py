@@ -221,6 +221,26 @@ def test_multimodal_gemma3_gives_its_text_decoder():
     assert config.tied_embeddings and config.attention_scale is None
 
 
+def test_layers_of_gemma4_have_two_sizes_of_heads():
+    values = LLAMA | {
+        "model_type": "gemma4_text", "num_hidden_layers": 7, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0, "sliding_window": 8,
+    }  # fmt: skip
+    config = parse_config(values)
+    assert config.windows == (8,) * 5 + (None, None) and config.keys_as_values
+    assert [(config.of_layer(layer).kv_heads, config.of_layer(layer).head_dim) for layer in (0, 5)] == [(4, 8), (2, 16)]
+    # A quarter of the pairs of a head of 16 is rotated.
+    assert len(config.rotary(0).frequencies) == 4 and 0.0 not in config.rotary(0).frequencies
+    assert [frequency > 0 for frequency in config.rotary(5).frequencies] == [True] * 2 + [False] * 6
+    for key, value in (
+        ("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 2), ("enable_moe_block", True),
+        ("use_bidirectional_attention", "all"), ("per_layer_config", {"0": {"head_dim": 4}}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=key):
+            parse_config(values | {key: value})
+
+
 def test_yarn_and_longrope_defaults():
     scaling = parse_config(LLAMA | {"rope_scaling": YARN}).rope_scaling
     assert scaling.attention_factor == pytest.approx(0.1 * math.log(4) + 1)

@@ -11,6 +11,7 @@ from kvjax_models.families.ernie4_5 import ERNIE4_5
 from kvjax_models.families.exaone4 import EXAONE4
 from kvjax_models.families.family import Family as Family
 from kvjax_models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from kvjax_models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from kvjax_models.families.glm import GLM, GLM4
 from kvjax_models.families.gpt_oss import GPT_OSS
 from kvjax_models.families.granite import GRANITE
@@ -28,5 +29,6 @@ from kvjax_models.families.smollm3 import SMOLLM3
 _FAMILIES = (
     LLAMA, MISTRAL, MINISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GPT_OSS, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, PHI3,
     OLMO2, OLMO3, SMOLLM3, GRANITE, SEED_OSS, MINISTRAL3, EXAONE4, ERNIE4_5, HUNYUAN_V1_DENSE, ARCEE, GRANITE_SWA,
+    GEMMA4, GEMMA4_UNIFIED,
 )  # fmt: skip
 FAMILIES = {family.model_type: family for family in _FAMILIES}

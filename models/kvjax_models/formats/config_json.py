@@ -14,6 +14,8 @@ from kvjax_models.formats import config_keys, rope_config
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.rotary import RopeScaling
 
+# Multimodal models, and the model types of their text decoders.
+_MULTIMODAL = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # The types of the fields of `LlamaConfig` decide how the values of their keys are read.
 _TYPES = typing.get_type_hints(LlamaConfig)
@@ -26,18 +28,19 @@ _READERS: dict[Any, Any] = {
 
 
 def text_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of the text decoder; for a multimodal Gemma 3, the values of its `text_config`.
+    """Returns the values of the text decoder; for a multimodal model, the values of its `text_config`.
 
     Raises:
         ValueError: if `text_config` is missing.
     """
-    if values.get("model_type") != "gemma3":
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in _MULTIMODAL:
         return dict(values)
     inner = values.get("text_config")
     if not isinstance(inner, Mapping):
         raise ValueError(f"text_config={inner!r} must be an object with the values of the text decoder")
     tokens = {key: values[key] for key in ("bos_token_id", "eos_token_id") if values.get(key) is not None}
-    return {**inner, **tokens, "model_type": "gemma3_text", "architectures": None}
+    return {**inner, **tokens, "model_type": _MULTIMODAL[model_type], "architectures": None}
 
 
 def parse_config(values: Mapping[str, Any]) -> LlamaConfig:
@@ -77,20 +80,20 @@ def parse_config(values: Mapping[str, Any]) -> LlamaConfig:
         for name in (names,) if isinstance(names, str) else names:
             fields[name] = _READERS[_TYPES[name]](values, key)
     fields |= {**rope_config.parse_rope(family, values), **family.more_fields(values)}
-    return LlamaConfig(
-        vocab_size=values.integer("vocab_size"),
-        width=width,
-        mlp_width=values.integer("intermediate_size"),
-        layers=values.integer("num_hidden_layers"),
-        query_heads=heads,
-        kv_heads=values.integer("num_key_value_heads"),
-        head_dim=values.integer("head_dim"),
-        max_length=_max_length(values, fields["rope_scaling"]),
-        norm_epsilon=values.number("rms_norm_eps"),
-        tied_embeddings=values.boolean("tie_word_embeddings"),
-        windows=_windows(family, values),
-        **fields,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": values.integer("vocab_size"),
+        "width": width,
+        "mlp_width": values.integer("intermediate_size"),
+        "layers": values.integer("num_hidden_layers"),
+        "query_heads": heads,
+        "kv_heads": values.integer("num_key_value_heads"),
+        "head_dim": values.integer("head_dim"),
+        "max_length": _max_length(values, fields["rope_scaling"]),
+        "norm_epsilon": values.number("rms_norm_eps"),
+        "tied_embeddings": values.boolean("tie_word_embeddings"),
+        "windows": _windows(family, values),
+    }
+    return LlamaConfig(**(sizes | fields))
 
 
 def _family(values: Mapping[str, Any]) -> Family:

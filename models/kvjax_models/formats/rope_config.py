@@ -91,7 +91,10 @@ def _scaling(family: Family, rope: ConfigValues, values: ConfigValues, rotary_di
         raise ValueError(f"the rotary embedding's {', '.join(unsupported)} is not supported")
     if kind is None or kind == "default":
         return None
-    parsers = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope, "dynamic": _dynamic}
+    parsers = {
+        "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope, "dynamic": _dynamic,
+        "proportional": _proportional,
+    }  # fmt: skip
     if not isinstance(kind, str) or kind not in parsers:
         raise ValueError(f"rope_type={kind!r} is not supported; supported: default, {', '.join(parsers)}")
     if missing := [key for key in _REQUIRED.get(kind, ()) if rope.get(key) is None]:
@@ -101,6 +104,13 @@ def _scaling(family: Family, rope: ConfigValues, values: ConfigValues, rotary_di
 
 def _linear(rope: ConfigValues, values: ConfigValues, rotary_dim: int) -> RopeScaling:
     return RopeScaling("linear", rope.number("factor"))
+
+
+def _proportional(rope: ConfigValues, values: ConfigValues, rotary_dim: int) -> RopeScaling:
+    share = rope.optional_number("partial_rotary_factor") or 1.0
+    if share > 1:
+        raise ValueError(f"partial_rotary_factor={share} must be at most 1")
+    return RopeScaling("proportional", rope.optional_number("factor") or 1.0, rotated_share=share)
 
 
 def _dynamic(rope: ConfigValues, values: ConfigValues, rotary_dim: int) -> RopeScaling:
@@ -191,7 +201,7 @@ def _rotary_dim(family: Family, rope: Mapping[str, Any], values: ConfigValues) -
     """
     key = "partial_rotary_factor"
     factors, head_dim = ConfigValues(_if_set(values, key) | _if_set(rope, key)), values.integer("head_dim")
-    if not factors:
+    if not factors or rope.get("rope_type") == "proportional":  # which does not rotate some pairs of the whole head
         return head_dim
     factor = factors.number(key)
     if factor > 1 or (factor != 1 and not family.partial_rotary):

@@ -22,7 +22,7 @@ T = TypeVar("T")
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 _MODULES: dict[Path, str] = {("embedding",): "model.embed_tokens", ("norm",): "model.norm", ("head",): "lm_head"}
-_VISION_TENSOR = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_VISION_TENSOR = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|audio_tower|embed_audio)\.")
 _FP4_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 FP4_VALUES = np.concatenate([_FP4_MAGNITUDES, -_FP4_MAGNITUDES])
 
@@ -120,6 +120,9 @@ def _rule(
 ) -> TensorRule:
     """Returns the rule of one parameter."""
     shape, leaf, in_layer = shapes[path], str(path[-1]), path[0] == "layers"
+    config = config.of_layer(int(path[1])) if in_layer else config
+    if leaf == "layer_scale":
+        return TensorRule((path,), (f"model.layers.{path[1]}.layer_scalar",), (shape,), lambda tensors: [tensors[0]])
     if in_layer and path[2:-1] in (("attention", "qkv"), ("mlp", "gate_up")):
         return _projection_rule(family, config, path, shape)
     if in_layer and path[2] == "mlp" and len(shape) == (2 if leaf == "bias" else 3):
@@ -168,8 +171,9 @@ def _projection_rule(family: Family, config: LlamaConfig, path: Path, shape: Sha
     `in`.
     """
     is_attention, leaf = path[2] == "attention", "bias" if path[-1] == "bias" else "weight"
-    modules = family.module_names(path[2:-1])
-    fused = len(modules) == 1
+    modules, has_window = family.module_names(path[2:-1]), config.window(int(path[1])) is not None
+    fused, keys_as_values = len(modules) == 1, is_attention and config.keys_as_values and not has_window
+    modules = modules[:2] if keys_as_values else modules
     names = tuple(f"model.layers.{path[1]}.{module}.{leaf}" for module in modules)
     inputs = shape[:1] if leaf == "weight" else ()
     heads = (config.kv_heads,) if is_attention else ()
@@ -181,13 +185,14 @@ def _projection_rule(family: Family, config: LlamaConfig, path: Path, shape: Sha
     def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Concatenates the projections in the `tensors` of a file into one parameter."""
         parts = np.split(tensors[0], np.cumsum(widths)[:-1]) if fused else tensors
+        parts = [*parts, parts[1]] if keys_as_values else parts
         arrays = [
             _permute(part.T, order).reshape(*inputs, *heads, count, shape[-1])
             for part, order, count in zip(parts, orders, counts, strict=True)
         ]
         return [np.concatenate(arrays, axis=-2)]
 
-    sizes = [(width, *inputs) for width in ([sum(widths)] if fused else widths)]
+    sizes = [(width, *inputs) for width in ([sum(widths)] if fused else widths[: len(names)])]
     return TensorRule((path,), names, tuple(sizes), read)
 
 

@@ -71,8 +71,8 @@ def lower_prefill(generator: Generator, tokens: int) -> tuple[jax.stages.Lowered
     """
     size = generator.padding_multiple(tokens)
     tokens, sequence_parallel = -(-tokens // size) * size, size > generator.prefill_chunk
-    batch, config, mesh = generator.batch, generator.config, generator.mesh
-    number, layer = config.layers - 1, generator.model.layers[-1]
+    number, layer = generator.config.layers - 1, generator.model.layers[-1]
+    batch, config, mesh = generator.batch, generator.config.of_layer(number), generator.mesh
     num_queries = generator.policies[number].requires.num_prompt_queries(tokens)
     rotary = config.rotary(number, generator.context_tokens)
     dtype = generator.model.embedding.param_dtype

@@ -84,8 +84,8 @@ def cache_specs(
         kvjax.CacheSpec(
             batch=batch,
             query_heads=config.query_heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
+            kv_heads=config.of_layer(number).kv_heads,
+            head_dim=config.of_layer(number).head_dim,
             max_prompt_tokens=max_prompt_tokens,
             max_new_tokens=max_new_tokens,
             dtype=model.embedding.param_dtype,

@@ -24,6 +24,8 @@ class LlamaConfig:
         query_heads: number of query heads.
         kv_heads: number of KV heads.
         head_dim: dimension of a head.
+        window_kv_heads: number of KV heads in layers with a window; None: `kv_heads`.
+        window_head_dim: dimension of a head in layers with a window; None: `head_dim`.
         max_length: context length that the model was trained for, in tokens.
         norm_epsilon: epsilon of RMSNorm.
         rope_theta: base of the rotary embedding.
@@ -41,6 +43,10 @@ class LlamaConfig:
         windows: sliding window of every layer in tokens, None for full attention; (): full attention in all layers.
         window_rope_theta: base of the rotary embedding in layers with a window, which is then not scaled there.
         attention_scale: scale of attention logits; None: 1 / sqrt(head_dim).
+        value_norm: whether values are normalized, without a scale.
+        keys_as_values: whether layers without a window have one projection for keys and values. Norms and the rotary
+            embedding make them differ afterwards, so caches store both.
+        layer_scale: whether the output of every layer is multiplied by a parameter.
         query_growth: growth of queries with their position; see `rotary.Rotary`.
         query_period: positions with the same growth.
         attention_logit_cap: cap c of attention logits, l -> c tanh(l / c); None: no cap.
@@ -68,6 +74,8 @@ class LlamaConfig:
     kv_heads: int
     head_dim: int
     max_length: int
+    window_kv_heads: int | None = None
+    window_head_dim: int | None = None
     norm_epsilon: float = 1e-5
     rope_theta: float = 10000.0
     layer_rope_theta: tuple[float, ...] = ()
@@ -84,6 +92,9 @@ class LlamaConfig:
     windows: tuple[int | None, ...] = ()
     window_rope_theta: float | None = None
     attention_scale: float | None = None
+    value_norm: bool = False
+    keys_as_values: bool = False
+    layer_scale: bool = False
     query_growth: float = 0.0
     query_period: int = 1
     attention_logit_cap: float | None = None
@@ -109,8 +120,13 @@ class LlamaConfig:
         """
         if self.query_heads % self.kv_heads:
             raise ValueError(f"query_heads={self.query_heads} must be a multiple of kv_heads={self.kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: rotary embedding rotates pairs of dimensions")
+        for name in ("head_dim", "window_head_dim"):
+            if (getattr(self, name) or 0) % 2:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be even: rotary embedding rotates pairs of dimensions"
+                )
+        if self.query_heads % (self.window_kv_heads or 1):
+            raise ValueError(f"query_heads={self.query_heads} must be a multiple of {self.window_kv_heads=}")
         if self.rotary_dim is not None and (self.rotary_dim % 2 or not 2 <= self.rotary_dim <= self.head_dim):
             raise ValueError(f"rotary_dim={self.rotary_dim} must be even and between 2 and head_dim={self.head_dim}")
         if self.windows and len(self.windows) != self.layers:
@@ -136,6 +152,13 @@ class LlamaConfig:
         """Returns the sliding window of a layer in tokens, including the token itself; None for full attention."""
         return self.windows[layer] if self.windows else None
 
+    def of_layer(self, layer: int) -> "LlamaConfig":
+        """Returns a configuration whose `kv_heads` and `head_dim` are those of a layer."""
+        if self.window(layer) is None:
+            return self
+        kv_heads, head_dim = self.window_kv_heads or self.kv_heads, self.window_head_dim or self.head_dim
+        return dataclasses.replace(self, kv_heads=kv_heads, head_dim=head_dim)
+
     def rotary(self, layer: int = 0, tokens: int | None = None) -> Rotary:
         """Returns the rotary embedding of a layer.
 
@@ -143,15 +166,16 @@ class LlamaConfig:
             layer: number of the layer.
             tokens: maximum length of the sequences, on which some scalings depend; `max_length` by default.
         """
+        head_dim = self.of_layer(layer).head_dim
         growth: dict[str, Any] = {"query_growth": self.query_growth, "query_period": self.query_period}
         if layer in self.nope_layers:
-            return Rotary((0.0,) * (self.head_dim // 2), **growth)
+            return Rotary((0.0,) * (head_dim // 2), **growth)
         theta = self.layer_rope_theta[layer] if self.layer_rope_theta else self.rope_theta
         scaling = self.rope_scaling
         if self.window(layer) is not None and self.window_rope_theta is not None:
             theta, scaling = self.window_rope_theta, None
         tokens = self.max_length if tokens is None else tokens
-        rotary = make_rotary(self.head_dim, theta, scaling, rotary_dim=self.rotary_dim, tokens=tokens)
+        rotary = make_rotary(head_dim, theta, scaling, rotary_dim=self.rotary_dim, tokens=tokens)
         return dataclasses.replace(rotary, **growth)
 
 

@@ -77,6 +77,7 @@ class Attention(nnx.Module):
         if config.query_key_norm:
             self.query_norm = RMSNorm(query_width if self.joint_norm else config.head_dim, config, dtype)
             self.key_norm = RMSNorm(kv_width if self.joint_norm else config.head_dim, config, dtype)
+        self.value_norm_epsilon = config.norm_epsilon if config.value_norm else None
         self.sinks = nnx.Param(jnp.zeros(config.query_heads, dtype)) if config.attention_sinks else None
 
     def project(
@@ -151,6 +152,8 @@ class Attention(nnx.Module):
 
     def _rotate_keys(self, y: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
         key, value = y[..., 0, :], y[..., 1, :]
+        if self.value_norm_epsilon is not None:
+            value = _divide_by_rms(value, self.value_norm_epsilon)
         if self.norm_after_rope:
             return self._normalize_heads(self.key_norm, rope.rotate(key, cos, sin)), value
         if self.query_key_norm:
@@ -189,11 +192,12 @@ class DecoderLayer(nnx.Module):
         self.residual_scale = config.residual_scale
         has_pre_norm, has_post_norm = config.norms != "post", config.norms != "pre"
         self.attention_norm = RMSNorm(config.width, config, dtype) if has_pre_norm else None
-        self.attention = Attention(config, dtype=dtype, rngs=rngs, quantized=quantized)
+        self.attention = Attention(config.of_layer(number), dtype=dtype, rngs=rngs, quantized=quantized)
         self.after_attention_norm = RMSNorm(config.width, config, dtype) if has_post_norm else None
         self.mlp_norm = RMSNorm(config.width, config, dtype) if has_pre_norm else None
         self.mlp = _make_mlp(config, number, dtype, rngs, quantized)
         self.after_mlp_norm = RMSNorm(config.width, config, dtype) if has_post_norm else None
+        self.layer_scale = nnx.Param(jnp.ones(1, dtype)) if config.layer_scale else None
 
     @property
     def sink_logits(self) -> Float[Array, "H_q"] | None:
@@ -285,7 +289,8 @@ class DecoderLayer(nnx.Module):
             output: output projection of attention.
         """
         x = self._add_residual(x, _normalize(self.after_attention_norm, output))
-        return self._add_residual(x, _normalize(self.after_mlp_norm, self.mlp(_normalize(self.mlp_norm, x))))
+        x = self._add_residual(x, _normalize(self.after_mlp_norm, self.mlp(_normalize(self.mlp_norm, x))))
+        return x if self.layer_scale is None else x * self.layer_scale[...]
 
     def _add_residual(self, x: Array, y: Array) -> Array:
         return x + (y if self.residual_scale == 1 else y * self.residual_scale)
@@ -442,6 +447,13 @@ def _make_mlp(
 
 def _normalize(norm: RMSNorm | None, x: Array) -> Array:
     return x if norm is None else norm(x)
+
+
+def _divide_by_rms(x: Array, epsilon: float) -> Array:
+    """Returns x divided by the root mean square of its last axis, computed in float32."""
+    x_float32 = x.astype(jnp.float32)
+    factor = jax.lax.rsqrt(jnp.mean(jnp.square(x_float32), axis=-1, keepdims=True) + epsilon)
+    return (x_float32 * factor).astype(x.dtype)
 
 
 def _causal_attention(layer: DecoderLayer, query: Array, key: Array, value: Array) -> Array:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import rope
 
-KINDS = ("linear", "llama3", "yarn", "longrope", "dynamic")
+KINDS = ("linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,8 @@ class RopeScaling:
         kind: "linear" divides all frequencies by `factor`. "llama3" divides the low ones, with a smooth transition
             between its two bounds. "yarn" does so with a transition that is linear in the number of the pair.
             "longrope" divides each by its own factor. "dynamic" increases the base. "longrope" and "dynamic" depend on
-            the maximum length of a sequence, see `make_rotary`.
+            the maximum length of a sequence, see `make_rotary`. "proportional" divides all by `factor` and rotates the
+            pairs with the highest frequencies only.
         factor: scaling factor.
         low_frequency_factor: lower bound for "llama3", in rotations within the original context.
         high_frequency_factor: upper bound for "llama3".
@@ -37,6 +38,7 @@ class RopeScaling:
         attention_factor: for "yarn" and "longrope": scale of rotated queries and keys.
         short_factors: for "longrope": factors up to the original context length.
         long_factors: for "longrope": factors beyond it.
+        rotated_share: for "proportional": share of the pairs that are rotated.
 
     Reference:
         Chen et al. 2306.15595 (linear), Llama 3.1, YaRN 2309.00071, LongRoPE 2402.13753, bloc97's NTK-aware scaling
@@ -54,6 +56,7 @@ class RopeScaling:
     attention_factor: float = 1.0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    rotated_share: float = 1.0
 
     def __post_init__(self) -> None:
         """Checks the kind.
@@ -156,6 +159,9 @@ def _scale_frequencies(frequencies: np.ndarray, theta: float, scaling: RopeScali
         return frequencies  # theta is scaled already
     if scaling.kind == "linear":
         return frequencies / scaling.factor
+    if scaling.kind == "proportional":
+        rotated = int(scaling.rotated_share * len(frequencies))
+        return np.where(np.arange(len(frequencies)) < rotated, frequencies / scaling.factor, 0)
     if scaling.kind == "longrope":
         factors = scaling.long_factors if tokens > scaling.original_length else scaling.short_factors
         return frequencies / np.asarray(factors, np.float32)

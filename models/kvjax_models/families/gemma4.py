@@ -1,0 +1,129 @@
+"""Gemma 4 (text; 12B is a model type of its own) without per-layer embeddings, shared KV layers and experts.
+
+Layers without a sliding window have their own head dimension and number of KV heads, and may have one projection for
+keys and values.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax_models.families.config_values import FULL_ATTENTION, ConfigValues
+from kvjax_models.families.family import SANDWICH_NORMS, Family, every_nth_full
+
+# Features that are not implemented, with the values that disable them.
+_DISABLED: dict[str, Any] = {
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": False,
+    "use_bidirectional_attention": None,
+}
+
+
+def _layer_types(values: ConfigValues) -> list[str]:
+    """Returns full attention for every sixth and the last layer; the last one has it even if `layer_types` differs."""
+    listed = values.per_layer("layer_types")
+    values["layer_types"] = [*(every_nth_full(6)(values) if listed is None else listed)[:-1], FULL_ATTENTION]
+    return values["layer_types"]
+
+
+def _head_sizes(values: ConfigValues) -> dict[str, Any]:
+    """Returns the scale of embeddings, and the sizes of heads of both kinds of layers.
+
+    Raises:
+        ValueError: if a feature is not supported or a size is invalid.
+    """
+    for key, disabled in _DISABLED.items():
+        # "vision" concerns images only.
+        if values.get(key, disabled) not in (disabled, "vision" if disabled is None else disabled):
+            raise ValueError(f"not supported: {key}={values[key]!r}; supported: {disabled!r}")
+    sizes = ConfigValues({"num_key_value_heads": values["num_key_value_heads"], "head_dim": values["global_head_dim"]})
+    if values.boolean("attention_k_eq_v") and values.get("num_global_key_value_heads") is not None:
+        sizes["num_key_value_heads"] = values["num_global_key_value_heads"]
+    if (listed := values.get("per_layer_config")) is not None:  # transformers 5.24 writes these instead
+        sizes |= _listed_sizes(values, listed)
+    return {
+        "embedding_scale": values.integer("hidden_size") ** 0.5,
+        "window_kv_heads": values.integer("num_key_value_heads"),
+        "window_head_dim": values.integer("head_dim"),
+        "kv_heads": sizes.integer("num_key_value_heads"),
+        "head_dim": sizes.integer("head_dim"),
+    }
+
+
+def _listed_sizes(values: ConfigValues, listed: Any) -> dict[str, Any]:
+    """Returns the sizes of layers with full attention from the sizes by the number of the layer.
+
+    Args:
+        values: values of the file.
+        listed: value of `per_layer_config`.
+
+    Raises:
+        ValueError: if these layers differ, or others are listed.
+    """
+    types = _layer_types(values)
+    full = {str(layer) for layer, kind in enumerate(types) if kind == FULL_ATTENTION}
+    sizes = list(listed.values()) if isinstance(listed, Mapping) else []
+    is_valid = bool(sizes) and {str(key) for key in listed} == full and all(size == sizes[0] for size in sizes)
+    if not is_valid or not isinstance(sizes[0], Mapping) or not {*sizes[0]} <= {"head_dim", "num_key_value_heads"}:
+        raise ValueError(
+            f"per_layer_config={listed!r} must give equal sizes of heads for layers {', '.join(sorted(full))}"
+        )
+    return dict(sizes[0])
+
+
+GEMMA4 = Family(
+    "gemma4_text",
+    "Gemma4ForCausalLM",
+    defaults={
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 512,
+        "hidden_size_per_layer_input": 256,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        },
+    },
+    fields={
+        "norms": "sandwich",
+        "query_key_norm": True,
+        "value_norm": True,
+        "layer_scale": True,
+        "attention_scale": 1.0,
+    },
+    keys={
+        "attention_bias": ("qkv_bias", "output_bias"),
+        "final_logit_softcapping": "logit_cap",
+        "attention_k_eq_v": "keys_as_values",
+    },
+    more_fields=_head_sizes,
+    layer_types=_layer_types,
+    reads_layer_types=True,
+    other_keys=(
+        *_DISABLED,
+        "num_global_key_value_heads",
+        "per_layer_config",
+        "vocab_size_per_layer_input",
+        "use_double_wide_mlp",
+        "num_experts",
+        "top_k_experts",
+        "moe_intermediate_size",
+    ),
+    modules=SANDWICH_NORMS,
+)
+GEMMA4_UNIFIED = dataclasses.replace(
+    GEMMA4,
+    model_type="gemma4_unified_text",
+    architecture="Gemma4UnifiedForCausalLM",
+    defaults={
+        **GEMMA4.defaults,
+        "max_position_embeddings": 262144,
+        "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,
+    },
+)
