@@ -179,8 +179,8 @@ class Evaluator:
         [item] = unit.items
         size = caches.sequence_size(generator, len(unit.text) + self.capacity, kvjax.cache_bytes(state.layers).host)
         if self.task.kind == "continue":
-            _, [log_probs] = generator.score(state, [item.tokens])
-            return size, [Score(-float(np.mean(log_probs[1:])))]
+            _, [of_passage] = generator.score(state, [item.tokens])
+            return size, [Score(-float(np.mean(of_passage[1:])))]
         if self.task.kind == "choose":
             rows = len(item.choices)
             _, log_probs = generator.with_batch(rows).score(kvjax.repeat_rows(state, rows), item.choices)

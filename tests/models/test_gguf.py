@@ -169,7 +169,7 @@ YARN = {
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"general.architecture": "mamba"}, "general.architecture='mamba' is not supported; supported: gemma, "),
+        ({"general.architecture": "mamba"}, "general.architecture='mamba' is not supported; supported: arcee, "),
         ({"llama.embedding_length": 0}, "hidden_size=0 must be an integer from 1"),
         ({"llama.block_count": 2**31}, "num_hidden_layers=2147483648 must be an integer from 1"),
         ({"llama.attention.value_length": 4}, "value_length must equal llama.attention.key_length=8"),

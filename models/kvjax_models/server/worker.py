@@ -113,6 +113,8 @@ class _Lane:
                     limit = max(min(capacity, context), 1)
                 seed = seed_of_prompt(job.seed, index)
                 options: Any = {"sampling": job.sampling, "stop": job.stop, "max_new_tokens": limit, "seed": seed}
+                # The `n` answers to one prompt share its prefill.
+                options |= {"prompt_seed": seed_of_prompt(job.seed, job.prompts.index(prompt))}
                 options |= {"turn": turn, "keep": job.conversation is not None}
                 numbers.append(self.engine.add(prompt, job.document, **options))
         except BaseException:
