@@ -136,10 +136,10 @@ def test_recorded_streams_equal_the_model_s_projections():
     assert [len(prompt) for prompt in prompts] == [224, 224] and prompts[0] != prompts[1]
     layers = list(streams.recorded(llm.model, prompts, 24, prompt_queries=True))
     assert [number for number, _ in layers] == [0, 1]
-    cos, sin = llm.model.rotation(jnp.arange(224)[None])
+    angles = llm.model.rotation(jnp.arange(224)[None])
     x = llm.model.embed(jnp.asarray(prompts[1])[None])
     for (_, found), layer in zip(layers, llm.model.layers, strict=True):
-        query, key, value = layer.project(x, cos, sin)
+        query, key, value = layer.project(x, *angles)
         for computed, expected in zip(_parts(found), (key[0, :200], value[0, :200], query[0, 200:]), strict=True):
             np.testing.assert_allclose(computed[1], expected, atol=2e-4)
         np.testing.assert_allclose(found.prompt_queries[1], query[0, :200], atol=2e-4)

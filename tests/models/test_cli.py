@@ -121,9 +121,8 @@ def test_generate_completes_a_file_of_prompts_and_resumes(kvjax, answer, tmp_pat
     output.write_text(f"{last}\n{first[:30]}")
     assert "2 prompts in 4 batch rows" in kvjax(*options, "--resume", "--batch_size=4").err
     assert output.read_text() == completed
-    # A changed character, and a line that is too deeply nested.
-    flipped = completed.replace('"finish_reason": "length"', '"finish_reason": "lengti"', 1)
-    output.write_text(flipped + "[" * 100_000 + "\n")
+    # A damaged line, and one that is too deeply nested.
+    output.write_text(completed.replace('{"number": 0', '{"number: 0', 1) + "[" * 100_000 + "\n")
     assert "1 prompts in 2 batch rows" in kvjax(*options, "--resume").err
     assert output.read_text() == completed
     with pytest.raises(SystemExit, match=r"texts.jsonl belongs to another run: sampling.temperature is 0.0, not 1.0"):

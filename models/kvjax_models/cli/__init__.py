@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from typing import Any
 
 from absl import app, logging
@@ -123,5 +124,7 @@ def run() -> None:
         logging.get_absl_logger().addFilter(_without_traceback)
         threading.excepthook = _ignore
         sys.unraisablehook = _print_in_main_thread
+        # Of writes that orbax drops after another one failed.
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     interrupts.install()
     app.run(main, flags_parser=parse)
