@@ -175,7 +175,7 @@ class Evaluator:
         return caches.text_size(document), [self._score_answer(item, one.text) for item, one in pairs]
 
     def _continue(self, unit: Unit, generator: Generator, state: GenerationState) -> Measured:
-        """Answers the question of a prompt, which is compressed with it, or scores how a passage goes on."""
+        """Answers the question of a prompt, which is compressed with it, or scores the rest of a passage."""
         [item] = unit.items
         size = caches.sequence_size(generator, len(unit.text) + self.capacity, kvjax.cache_bytes(state.layers).host)
         if self.task.kind == "continue":

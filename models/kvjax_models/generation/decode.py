@@ -124,7 +124,7 @@ def append_block(
     if not runs_by_layer(state, mesh):
         return append_program(split.model, mesh, state, tokens, lengths, texts, split.scorer)
     tokens, lengths = _commit(state, tokens, lengths)
-    return _append_by_layer(split, mesh, state, tokens, lengths, texts)
+    return _append_by_layer(split, mesh, state, tokens, lengths, texts)[0]
 
 
 def score_block(
@@ -217,10 +217,11 @@ def _append_by_layer(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     texts: Texts,
-) -> GenerationState:
+) -> tuple[GenerationState, Float[Array, "B T W"]]:
+    """Returns the state after a block, and the residual stream of its tokens."""
     x, state = _step_layers(split, state, _embed(split.outer, mesh, tokens), lengths, texts)
     rows = _last_logits(split.outer, dataclasses.replace(state, layers=()), x, tokens, lengths)
-    return constrain_state(dataclasses.replace(rows, layers=state.layers), mesh)
+    return constrain_state(dataclasses.replace(rows, layers=state.layers), mesh), x
 
 
 def _append_block(
@@ -232,7 +233,7 @@ def _append_block(
     texts: Texts,
     scorer: Scorer | None,
 ) -> GenerationState:
-    return _append_by_layer(split_model(model, scorer, state.context_tokens), mesh, state, tokens, lengths, texts)
+    return _append_by_layer(split_model(model, scorer, state.context_tokens), mesh, state, tokens, lengths, texts)[0]
 
 
 def _score_by_layer(
@@ -244,10 +245,8 @@ def _score_by_layer(
     texts: Texts,
 ) -> tuple[GenerationState, Float[Array, "B T"], Bool[Array, "B T"]]:
     previous_logits = state.logits
-    x, state = _step_layers(split, state, _embed(split.outer, mesh, tokens), lengths, texts)
-    rows = _last_logits(split.outer, dataclasses.replace(state, layers=()), x, tokens, lengths)
-    scores = _token_scores(split.outer, mesh, previous_logits, x, tokens)
-    return constrain_state(dataclasses.replace(rows, layers=state.layers), mesh), *scores
+    state, x = _append_by_layer(split, mesh, state, tokens, lengths, texts)
+    return state, *_token_scores(split.outer, mesh, previous_logits, x, tokens)
 
 
 def _score_block(

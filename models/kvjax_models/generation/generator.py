@@ -42,7 +42,8 @@ class Generator:
     generator returns are settled: no tokens are staged between blocks.
 
     Attributes:
-        model: the decoder. If its parameters are sharded on a mesh (`sharding.shard_model`), so are the caches.
+        model: the decoder, whose parameters may not be replaced after the first step. If they are sharded on a mesh
+            (`sharding.shard_model`), so are the caches.
         policy: cache policy of all layers, or one per layer. Layers with a sliding window cache exactly their window
             instead.
         batch: number of batch rows.
