@@ -30,7 +30,7 @@ def random_model(config, dtype=jnp.float32):
     """Returns a model whose parameters, including biases and norms, are random."""
     graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0))))
     random = np.random.default_rng(0)
-    return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape), dtype), state))
+    return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape), leaf.dtype), state))
 
 
 def key_data(leaf):

@@ -8,35 +8,73 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax_models.model.experts import ACTIVATIONS, Experts, blocks_by_expert
+from kvjax_models.model.activations import ACTIVATIONS
+from kvjax_models.model.experts import Experts, Router, blocks_by_expert
+from tests.models.support import small_config
 
 
-def layer(experts, per_token, *, normalize_weights=True, bias=False, activation="silu"):
-    experts_layer = Experts(8, 6, activation, bias, experts=experts, per_token=per_token, dtype=jnp.float32,
-                            normalize_weights=normalize_weights, rngs=nnx.Rngs(0))  # fmt: skip
+def layer(experts, per_token, **options):
+    config = small_config(
+        width=8, expert_width=6, experts=experts, experts_per_token=per_token, routed_scaling_factor=1.5, **options
+    )
+    experts_layer = Experts(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
     random = np.random.default_rng(0)
     state = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype), nnx.state(experts_layer))
     nnx.update(experts_layer, state)
-    return experts_layer
+    return config, experts_layer
 
 
-def apply_all_experts(layer, x):
-    """The weighted sum over all experts, with a weight of 0 for experts that are not selected."""
-    logits = layer.router(x)
-    order = np.argsort(-np.asarray(logits), axis=-1)[..., : layer.per_token]
-    weight = np.zeros(logits.shape, np.float32)
-    np.put_along_axis(weight, order, np.take_along_axis(np.asarray(jax.nn.softmax(logits)), order, -1), -1)
-    if layer.normalize_weights:
-        weight /= weight.sum(-1, keepdims=True)
+def softmax(x):
+    exponentials = np.exp(x - x.max(-1, keepdims=True))
+    return exponentials / exponentials.sum(-1, keepdims=True)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def expert_weights(config, logits, selection_bias):
+    """The weight of every expert for one token, 0 for experts that are not selected."""
+    scores = softmax(logits) if config.scoring_func == "softmax" else sigmoid(logits)
+    ranks = np.copy(scores) if config.scoring_func == "softmax" else scores + selection_bias
+    groups = np.split(np.arange(config.experts), config.expert_groups)
+    if config.expert_groups > 1:
+        best = sorted(groups, key=lambda group: -np.sort(ranks[group])[-2:].sum())
+        for group in best[config.expert_groups_per_token :]:
+            ranks[group] = -np.inf
+    weights = np.zeros(config.experts)
+    for expert in np.argsort(-ranks)[: config.experts_per_token]:
+        weights[expert] = scores[expert]
+    return config.routed_scaling_factor * weights / (weights.sum() if config.normalize_expert_weights else 1)
+
+
+def apply_all_experts(config, layer, x):
+    """The weighted sum over all experts in float64, plus the shared expert."""
+    x = np.asarray(x, np.float64)
+    router = layer.router
+    logits = x @ router.kernel[...] + (0 if router.bias is None else router.bias[...])
+    bias = None if router.selection_bias is None else np.asarray(router.selection_bias[...])
+    weight = np.apply_along_axis(lambda row: expert_weights(config, row, bias), -1, logits)
+
+    def project(part, inputs, expert=...):
+        return inputs @ np.asarray(part.kernel[...])[expert] + (0 if part.bias is None else part.bias[...][expert])
+
+    def activate(gate, up):
+        return np.asarray(ACTIVATIONS[config.activation](jnp.asarray(gate), jnp.asarray(up)))
+
     total = 0
-    for expert in range(layer.experts):
-        gate, up, down = (
-            (part.kernel[...][expert], 0 if part.bias is None else part.bias[...][expert])
-            for part in (layer.gate, layer.up, layer.down)
-        )
-        inside = ACTIVATIONS[layer.activation](x @ gate[0] + gate[1], x @ up[0] + up[1])
-        total = total + weight[..., expert, None] * (inside @ down[0] + down[1])
+    for expert in range(config.experts):
+        inside = activate(project(layer.gate, x, expert), project(layer.up, x, expert))
+        total = total + weight[..., expert, None] * project(layer.down, inside, expert)
+    if config.shared_expert_width:
+        kernel = np.asarray(layer.shared.gate_up.kernel[...])
+        shared = activate(x @ kernel[:, 0], x @ kernel[:, 1]) @ layer.shared.down.kernel[...]
+        gate = sigmoid(x @ layer.shared_gate.kernel[...]) if config.shared_expert_gate else 1
+        total = total + gate * shared
     return total
+
+
+SIGMOID = {"scoring_func": "sigmoid"}
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 1), (2, 40), (1, 700)], ids=str)
@@ -44,16 +82,58 @@ def apply_all_experts(layer, x):
     "experts, per_token, options",
     [
         (4, 2, {}),
-        (4, 4, {"activation": "clipped_swiglu", "bias": True}),
-        (16, 3, {"normalize_weights": False}),
-        (1, 1, {"bias": True}),
+        (4, 4, {"activation": "clipped_swiglu", "mlp_bias": True}),
+        (16, 3, {"normalize_expert_weights": False}),
+        (1, 1, {"mlp_bias": True}),
+        (4, 2, {"shared_expert_width": 5, "shared_expert_gate": True}),
+        (16, 3, SIGMOID | {"expert_groups": 4, "expert_groups_per_token": 2, "shared_expert_width": 5}),
+        (6, 2, SIGMOID | {"normalize_expert_weights": False}),
     ],
 )
 def test_weighted_sum_of_selected_experts(shape, experts, per_token, options):
-    experts_layer = layer(experts, per_token, **options)
+    config, experts_layer = layer(experts, per_token, **options)
     x = jax.random.normal(jax.random.key(1), (*shape, 8))
-    expected = apply_all_experts(experts_layer, x)
+    expected = apply_all_experts(config, experts_layer, x)
     np.testing.assert_allclose(nnx.jit(lambda layer, x: layer(x))(experts_layer, x), expected, atol=1e-4, rtol=1e-4)
+
+
+ROUTERS = [(8, 2, 1, 1), (8, 3, 4, 2), (12, 4, 3, 2), (12, 4, 2, 1)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(ROUTERS), st.integers(0, 2**32 - 1), st.booleans())
+def test_selection_by_sigmoid(sizes, seed, normalize):
+    """The selection bias and the groups decide which experts are selected, but not their weights."""
+    experts, per_token, groups, selected = sizes
+    config = small_config(
+        width=experts, expert_width=1, experts=experts, experts_per_token=per_token, expert_groups=groups,
+        expert_groups_per_token=selected, normalize_expert_weights=normalize, **SIGMOID,
+    )  # fmt: skip
+    random = np.random.default_rng(seed)
+    router = Router(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    router.kernel[...], bias = jnp.eye(experts), random.normal(size=experts).astype(np.float32)
+    router.selection_bias[...] = jnp.asarray(bias)
+    logits = random.normal(size=(5, experts)).astype(np.float32)
+    weights, indices = router(jnp.asarray(logits))
+    actual = np.zeros(logits.shape)
+    np.put_along_axis(actual, np.asarray(indices), np.asarray(weights), -1)
+    np.testing.assert_allclose(actual, [expert_weights(config, row, bias) for row in logits], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "groups, selected, options, message",
+    [
+        (2, 1, {"scoring_func": "softmax"}, "expert_groups=2 needs scoring_func='sigmoid'"),
+        (3, 1, {}, "expert_groups=3 must divide experts=8"),
+        (8, 4, {}, "groups of at least two experts"),
+        (4, 5, {}, "expert_groups_per_token=5 must be between 1 and expert_groups=4"),
+        (4, 1, {}, "must have at least experts_per_token=3"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(groups, selected, options, message):
+    values = {"experts": 8, "experts_per_token": 3, "expert_width": 4, "scoring_func": "sigmoid"} | options
+    with pytest.raises(ValueError, match=message):
+        small_config(expert_groups=groups, expert_groups_per_token=selected, **values)
 
 
 SIZES = [(1, 2, 4), (5, 1, 40), (40, 4, 16), (300, 2, 4), (300, 4, 40)]  # each is compiled
@@ -88,7 +168,7 @@ def test_clipped_swiglu():
 
 
 def test_router_and_experts_have_gradients():
-    experts_layer = layer(4, 2, bias=True)
+    _, experts_layer = layer(4, 2, mlp_bias=True)
     x = jax.random.normal(jax.random.key(1), (1, 50, 8))
     gradients = nnx.grad(lambda layer: jnp.sum(layer(x) ** 2))(experts_layer)
     for path, gradient in nnx.to_flat_state(nnx.state(gradients)):

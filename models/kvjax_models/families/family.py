@@ -14,18 +14,22 @@ Path = tuple[str | int, ...]
 
 # Hugging Face's names of modules by their path in a layer of `Llama`. Projections that `Llama` fuses have several
 # names; a family that stores them fused has one. Experts are ("experts", "gate"), "up" and "down"; "{}" is replaced by
-# the number of the expert.
+# the number of the expert. Parameters that are neither a kernel nor a bias nor a scale have their full name.
 MODULES: dict[Path, str | tuple[str, ...]] = {
     ("attention_norm",): "input_layernorm",
     ("attention", "qkv"): ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("attention", "output"): "self_attn.o_proj",
     ("attention", "query_norm"): "self_attn.q_norm",
     ("attention", "key_norm"): "self_attn.k_norm",
-    ("attention",): "self_attn",  # its sinks
+    ("attention", "sinks"): "self_attn.sinks",
     ("mlp_norm",): "post_attention_layernorm",
     ("mlp", "router"): "mlp.gate",
+    ("mlp", "router", "selection_bias"): "mlp.gate.e_score_correction_bias",
+    ("mlp", "shared", "gate_up"): ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    ("mlp", "shared", "down"): "mlp.shared_experts.down_proj",
     ("mlp", "gate_up"): ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp", "down"): "mlp.down_proj",
+    ("layer_scale",): "layer_scalar",
 }
 SANDWICH_NORMS: dict[Path, str | tuple[str, ...]] = {
     ("after_attention_norm",): "post_attention_layernorm",
@@ -132,7 +136,7 @@ class Family:
     gguf: Gguf | None = None
 
     def module_names(self, path: Path) -> tuple[str, ...]:
-        """Returns Hugging Face's names of the module at a path in a layer of `Llama`; () if the family has none."""
+        """Returns Hugging Face's names of the module or parameter at a path in a layer of `Llama`; () without one."""
         names = self.modules.get(path, MODULES.get(path, ()))
         return (names,) if isinstance(names, str) else names
 

@@ -125,7 +125,8 @@ def build_model(checkpoint: Checkpoint, options: LoadOptions) -> Llama:
     not_finite: list[str] = []
     for rule in rules:
         values = {name: tensors[name].read(dtype) for name in rule.names}
-        arrays = [cast(array, dtype) for array in rule.read(list(values.values()))]
+        dtypes = (_read_dtype(stored[path].dtype, dtype) for path in rule.paths)
+        arrays = [cast(array, to) for array, to in zip(rule.read(list(values.values())), dtypes, strict=True)]
         if not all(_is_finite(array) for array in arrays):
             names = [name for name, x in values.items() if not _is_finite(cast(x, dtype))]
             not_finite.extend(names or values)  # packed MXFP4 tensors are integers, which are always finite
@@ -149,6 +150,11 @@ def cast(tensor: np.ndarray, dtype: jax.typing.DTypeLike) -> np.ndarray:
     """Returns a tensor in another dtype, without a warning if values overflow to infinity."""
     with np.errstate(over="ignore"):
         return tensor.astype(dtype, copy=False)
+
+
+def _read_dtype(stored: np.dtype, dtype: np.dtype) -> np.dtype:
+    """Returns the dtype to read a parameter in: `dtype` before it is quantized, or the one that its module needs."""
+    return dtype if jnp.issubdtype(stored, jnp.integer) else stored
 
 
 def _is_finite(array: np.ndarray) -> bool:

@@ -34,7 +34,7 @@ MODULES: dict[str, Path] = {
     "attn_output": ("attention", "output"),
     "attn_q_norm": ("attention", "query_norm"),
     "attn_k_norm": ("attention", "key_norm"),
-    "attn_sinks": ("attention",),
+    "attn_sinks": ("attention", "sinks"),
     "post_attention_norm": ("after_attention_norm",),
     "ffn_norm": ("mlp_norm",),
     "post_ffw_norm": ("after_mlp_norm",),
@@ -42,7 +42,12 @@ MODULES: dict[str, Path] = {
     "ffn_up": ("mlp", "gate_up", 1),
     "ffn_down": ("mlp", "down"),
     "ffn_gate_inp": ("mlp", "router"),
+    "exp_probs_b": ("mlp", "router", "selection_bias"),
+    "ffn_gate_shexp": ("mlp", "shared", "gate_up", 0),
+    "ffn_up_shexp": ("mlp", "shared", "gate_up", 1),
+    "ffn_down_shexp": ("mlp", "shared", "down"),
 }
+_PARAMETERS = ("attn_sinks", "exp_probs_b")  # their names in Hugging Face's files are complete
 
 # Keys of the metadata after the architecture's name, and the keys of config.json.
 _KEYS = {
@@ -447,8 +452,8 @@ def _convert_tensors(file: GGUFFile, family: Family, config: LlamaConfig) -> Ite
         names = family.module_names(path[:-1] if is_projection else path)
         if not names:
             yield name, tensor
-        elif module == "attn_sinks":
-            yield f"{prefix}.{names[0]}.sinks", tensor
+        elif module in _PARAMETERS:
+            yield f"{prefix}.{names[0]}", tensor
         else:  # fused projections have a single name
             index = min(int(path[-1]), len(names) - 1) if is_projection else 0
             yield f"{prefix}.{names[index]}{suffix}", converted

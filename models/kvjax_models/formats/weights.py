@@ -121,9 +121,9 @@ def _rule(
     """Returns the rule of one parameter."""
     shape, leaf, in_layer = shapes[path], str(path[-1]), path[0] == "layers"
     config = config.of_layer(int(path[1])) if in_layer else config
-    if leaf == "layer_scale":
-        return TensorRule((path,), (f"model.layers.{path[1]}.layer_scalar",), (shape,), lambda tensors: [tensors[0]])
-    if in_layer and path[2:-1] in (("attention", "qkv"), ("mlp", "gate_up")):
+    if in_layer and (names := family.module_names(path[2:])):
+        return TensorRule((path,), (f"model.layers.{path[1]}.{names[0]}",), (shape,), lambda tensors: [tensors[0]])
+    if in_layer and path[-2] in ("qkv", "gate_up"):
         return _projection_rule(family, config, path, shape)
     if in_layer and path[2] == "mlp" and len(shape) == (2 if leaf == "bias" else 3):
         [module] = family.module_names(("experts", path[3]))
@@ -137,7 +137,7 @@ def _rule(
     def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
         return [_permute(tensors[0].T if is_kernel else tensors[0], order)]
 
-    suffix = {"sinks": "sinks", "bias": "bias"}.get(leaf, "weight")
+    suffix = "bias" if leaf == "bias" else "weight"
     if in_layer:
         [module] = family.module_names(path[2:-1])
         name = f"model.layers.{path[1]}.{module}.{suffix}"

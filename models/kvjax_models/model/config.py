@@ -6,10 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax_models.model.experts import ACTIVATIONS
+from kvjax_models.model.activations import ACTIVATIONS
 from kvjax_models.model.rotary import RopeScaling, Rotary, make_rotary
 
 NORMS = ("pre", "post", "sandwich")
+SCORING_FUNCS = ("softmax", "sigmoid")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ class LlamaConfig:
         attention_logit_cap: cap c of attention logits, l -> c tanh(l / c); None: no cap.
         logit_cap: cap of next-token logits; None: no cap.
         attention_sinks: whether every query head has an attention sink logit.
-        activation: activation of MLPs, one of `experts.ACTIVATIONS`.
+        activation: activation of MLPs, one of `activations.ACTIVATIONS`.
         norms: position of a block's norms: "pre" before it, "post" after it and before the residual connection,
             "sandwich" both.
         norm_offset: added to the stored scale of every norm.
@@ -64,6 +65,12 @@ class LlamaConfig:
         expert_width: hidden size of an expert.
         normalize_expert_weights: whether the weights of a token's experts sum to 1.
         dense_layers: layers of a mixture of experts that have a single MLP.
+        scoring_func: "softmax" or "sigmoid" of the router's logits; see `experts.Router`.
+        expert_groups: number of groups of experts; at least two experts each.
+        expert_groups_per_token: number of groups from which the experts of a token are selected.
+        routed_scaling_factor: factor of the weights of selected experts.
+        shared_expert_width: hidden size of the expert that processes all tokens; 0: none.
+        shared_expert_gate: whether a gate scales the output of the shared expert.
     """
 
     vocab_size: int
@@ -111,6 +118,12 @@ class LlamaConfig:
     expert_width: int = 0
     normalize_expert_weights: bool = True
     dense_layers: tuple[int, ...] = ()
+    scoring_func: str = "softmax"
+    expert_groups: int = 1
+    expert_groups_per_token: int = 1
+    routed_scaling_factor: float = 1.0
+    shared_expert_width: int = 0
+    shared_expert_gate: bool = False
 
     def __post_init__(self) -> None:
         """Checks the fields.
@@ -131,7 +144,7 @@ class LlamaConfig:
             raise ValueError(f"rotary_dim={self.rotary_dim} must be even and between 2 and head_dim={self.head_dim}")
         if self.windows and len(self.windows) != self.layers:
             raise ValueError(f"windows must have one entry per layer ({self.layers}), got {len(self.windows)}")
-        for name, allowed in (("activation", ACTIVATIONS), ("norms", NORMS)):
+        for name, allowed in (("activation", ACTIVATIONS), ("norms", NORMS), ("scoring_func", SCORING_FUNCS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}")
         if self.query_key_norm_after_rope and (self.attention_scale is not None or self.query_growth):
@@ -140,6 +153,8 @@ class LlamaConfig:
             raise ValueError(f"experts_per_token={self.experts_per_token} must be between 1 and experts={self.experts}")
         if self.experts and self.expert_width < 1:
             raise ValueError(f"expert_width={self.expert_width} must be at least 1")
+        if self.expert_groups != 1:
+            self._check_expert_groups()
         if self.rope_scaling is not None and self.rope_scaling.kind == "longrope":
             pairs = (self.rotary_dim or self.head_dim) // 2
             for name in ("short_factors", "long_factors"):
@@ -147,6 +162,25 @@ class LlamaConfig:
                     raise ValueError(
                         f"rope_scaling.{name} must have one entry per rotated pair ({pairs}), got {length}"
                     )
+
+    def _check_expert_groups(self) -> None:
+        """Checks the groups of experts.
+
+        Raises:
+            ValueError: if they are invalid.
+        """
+        groups, selected = self.expert_groups, self.expert_groups_per_token
+        if self.scoring_func != "sigmoid":
+            raise ValueError(f"expert_groups={groups} needs scoring_func='sigmoid'")
+        if groups < 1 or self.experts % groups or self.experts < 2 * groups:
+            raise ValueError(
+                f"expert_groups={groups} must divide experts={self.experts} into groups of at least two experts"
+            )
+        if not 1 <= selected <= groups or self.experts_per_token > selected * self.experts // groups:
+            raise ValueError(
+                f"expert_groups_per_token={selected} must be between 1 and expert_groups={groups}, and these groups "
+                f"must have at least experts_per_token={self.experts_per_token} experts"
+            )
 
     def window(self, layer: int) -> int | None:
         """Returns the sliding window of a layer in tokens, including the token itself; None for full attention."""

@@ -8,42 +8,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from kvjax_models.model.quantized import multiply
+from kvjax_models.model.activations import ACTIVATIONS, UNGATED
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.quantized import make_linear, multiply
 
 BLOCK = 128  # maximum number of tokens of one expert in a matrix product
-
-
-def _silu(gate: Array, up: Array) -> Array:
-    return jax.nn.silu(gate) * up
-
-
-def _gelu(gate: Array, up: Array) -> Array:
-    return jax.nn.gelu(gate, approximate=False) * up
-
-
-def _gelu_tanh(gate: Array, up: Array) -> Array:
-    return jax.nn.gelu(gate, approximate=True) * up
-
-
-def _clipped_swiglu(gate: Array, up: Array) -> Array:
-    """Returns the activation of gpt-oss, with the slope and limit of its model card."""
-    gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
-    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
-
-
-def _squared_relu(up: Array) -> Array:
-    """Returns the activation of MLPs without gates."""
-    return jnp.square(jax.nn.relu(up))
-
-
-ACTIVATIONS: dict[str, Callable[..., Array]] = {
-    "silu": _silu,
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "clipped_swiglu": _clipped_swiglu,
-    "squared_relu": _squared_relu,
-}
-UNGATED = ("squared_relu",)
 
 
 class Mlp(nnx.Module):
@@ -114,58 +83,115 @@ class ExpertLinear(nnx.Module):
         return y if self.bias is None else y + self.bias[...][expert]
 
 
+class Router(nnx.Module):
+    """Selects the experts of each token and computes their weights.
+
+    With `scoring_func="softmax"`, a token selects the experts of its largest logits. With "sigmoid", the scores are the
+    sigmoids of the logits. A bias per expert is added to the scores for the selection only, and only the groups of
+    experts take part whose two best experts have the largest sums.
+
+    Reference:
+        DeepSeek-V3 Technical Report, sections 2.1.2 (selection bias) and 3.4 (groups).
+    """
+
+    def __init__(self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
+        """Creates a router.
+
+        Args:
+            config: configuration of the model.
+            dtype: dtype of kernel and bias; the selection bias is float32.
+            rngs: random keys of the initial parameters.
+        """
+        shape = (config.width, config.experts)
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * config.width**-0.5)
+        self.bias = nnx.Param(jnp.zeros(config.experts, dtype)) if config.mlp_bias else None
+        self.uses_sigmoid = config.scoring_func == "sigmoid"
+        self.selection_bias = nnx.Param(jnp.zeros(config.experts, jnp.float32)) if self.uses_sigmoid else None
+        self.groups, self.groups_per_token = config.expert_groups, config.expert_groups_per_token
+        self.per_token, self.normalize_weights = config.experts_per_token, config.normalize_expert_weights
+        self.scaling_factor = config.routed_scaling_factor
+
+    def __call__(self, tokens: Float[Array, "N W"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
+        """Returns the weights (float32) and the indices of the k selected experts of each token."""
+        # Logits stay in float32: rounding could make two experts equal and select another one.
+        logits = jnp.dot(tokens, self.kernel[...], preferred_element_type=jnp.float32)
+        if self.bias is not None:
+            logits = logits + self.bias[...].astype(jnp.float32)
+        weights, indices = self._select_by_sigmoid(logits) if self.uses_sigmoid else self._select_by_softmax(logits)
+        return weights * self.scaling_factor, indices
+
+    def _select_by_softmax(self, logits: Float[Array, "N E"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
+        top_logits, indices = jax.lax.top_k(logits, self.per_token)
+        if self.normalize_weights:  # the softmax among the selected experts
+            return jax.nn.softmax(top_logits, axis=-1), indices
+        return jnp.exp(top_logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)), indices
+
+    def _select_by_sigmoid(self, logits: Float[Array, "N E"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
+        scores = jax.nn.sigmoid(logits)
+        assert self.selection_bias is not None
+        biased = scores + self.selection_bias[...]
+        if self.groups > 1:
+            grouped = biased.reshape(len(biased), self.groups, -1)
+            group_scores = jax.lax.top_k(grouped, 2)[0].sum(-1)
+            best_groups = jax.lax.top_k(group_scores, self.groups_per_token)[1]
+            is_best = (best_groups[..., None] == jnp.arange(self.groups)).any(1)
+            biased = jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(biased.shape)
+        indices = jax.lax.top_k(biased, self.per_token)[1]
+        weights = jnp.take_along_axis(scores, indices, axis=-1)
+        if self.normalize_weights:
+            weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+        return weights, indices
+
+
 class Experts(nnx.Module):
     """A mixture of experts: a router selects a few per token and weights their outputs.
 
     Tokens are sorted by expert and multiplied in blocks of a single expert. This costs the work of the selected experts
     plus at most one block of padding per expert, and few tokens read the weights of their experts only. On platforms
-    without a kernel for it, `jax.lax.ragged_dot` would multiply every token with every expert.
+    without a kernel for it, `jax.lax.ragged_dot` would multiply every token with every expert. Every token also passes
+    the shared expert, if there is one, whose output may be scaled by a gate, the sigmoid of a projection to one number.
     """
 
-    def __init__(
-        self,
-        width: int,
-        hidden: int,
-        activation: str,
-        bias: bool,
-        *,
-        experts: int,
-        per_token: int,
-        normalize_weights: bool,
-        dtype: jax.typing.DTypeLike,
-        rngs: nnx.Rngs,
-        quantized: bool = False,
-    ):
+    def __init__(self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, quantized: bool = False):
         """Creates router and experts.
 
         Args:
-            width: size of input and output.
-            hidden: hidden size of an expert.
-            activation: key of `ACTIVATIONS`.
-            bias: whether router and experts have biases.
-            experts: number of experts.
-            per_token: number of experts per token.
-            normalize_weights: whether the weights of a token's experts sum to 1; otherwise they are probabilities among
-                all experts.
+            config: configuration of the model.
             dtype: dtype of parameters and activations.
             rngs: random keys of the initial parameters.
             quantized: whether the kernels of the experts are int8.
         """
+        width, hidden, self.experts = config.width, config.expert_width, config.experts
 
         def linear(inputs: int, outputs: int) -> ExpertLinear:
-            return ExpertLinear(experts, inputs, outputs, bias, dtype=dtype, rngs=rngs, quantized=quantized)
+            return ExpertLinear(
+                config.experts, inputs, outputs, config.mlp_bias, dtype=dtype, rngs=rngs, quantized=quantized
+            )
 
-        self.activation, self.experts, self.per_token = activation, experts, per_token
-        self.normalize_weights = normalize_weights
-        self.router = nnx.Linear(width, experts, use_bias=bias, dtype=dtype, param_dtype=dtype, rngs=rngs)
+        self.activation = config.activation
+        self.router = Router(config, dtype=dtype, rngs=rngs)
         self.gate = linear(width, hidden)
         self.up = linear(width, hidden)
         self.down = linear(hidden, width)
+        make, shared_width = make_linear(quantized, dtype, rngs), config.shared_expert_width
+        self.shared = Mlp(width, shared_width, config.activation, config.mlp_bias, make) if shared_width else None
+        # The gate, like the router, stays in the model's dtype.
+        make_gate = make_linear(False, dtype, rngs)
+        self.shared_gate = make_gate(width, 1, use_bias=False) if config.shared_expert_gate else None
 
     def __call__(self, x: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
-        """Returns the weighted sum of the outputs of each token's experts."""
-        tokens = x.reshape(-1, x.shape[-1])
-        weights, indices = self.route(tokens)
+        """Returns the weighted sum of the outputs of each token's experts, plus that of the shared expert."""
+        output = self.apply_selected(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+        if self.shared is None:
+            return output
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = shared * jax.nn.sigmoid(self.shared_gate(x))
+        return output + shared
+
+    def apply_selected(self, tokens: Float[Array, "N W"]) -> Float[Array, "N W"]:
+        """Returns the weighted sum of the outputs of each token's selected experts."""
+        weights, indices = self.router(tokens)
         slots, token_of_slot, expert_of_block = blocks_by_expert(indices, self.experts)
         blocks = jnp.take(tokens, token_of_slot, axis=0, mode="fill", fill_value=0)
 
@@ -175,27 +201,9 @@ class Experts(nnx.Module):
             hidden = ACTIVATIONS[self.activation](self.gate(expert, block), self.up(expert, block))
             return self.down(expert, hidden)
 
-        outputs = jax.lax.map(apply_expert, (blocks, expert_of_block)).reshape(-1, x.shape[-1])
+        outputs = jax.lax.map(apply_expert, (blocks, expert_of_block)).reshape(-1, tokens.shape[-1])
         weighted = outputs[slots].astype(jnp.float32) * weights[..., None]
-        return jnp.sum(weighted, axis=1).astype(x.dtype).reshape(x.shape)
-
-    def route(self, tokens: Float[Array, "N W"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
-        """Selects the experts of each token.
-
-        Args:
-            tokens: the tokens.
-
-        Returns:
-            The weights (float32) and the indices of the k selected experts per token.
-        """
-        # Logits stay in float32: rounding could make two experts equal and select another one.
-        logits = jnp.dot(tokens, self.router.kernel[...], preferred_element_type=jnp.float32)
-        if self.router.bias is not None:
-            logits = logits + self.router.bias[...].astype(jnp.float32)
-        top_logits, indices = jax.lax.top_k(logits, self.per_token)
-        if self.normalize_weights:  # the softmax among the selected experts
-            return jax.nn.softmax(top_logits, axis=-1), indices
-        return jnp.exp(top_logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)), indices
+        return jnp.sum(weighted, axis=1).astype(tokens.dtype)
 
 
 def blocks_by_expert(

@@ -431,18 +431,7 @@ def _make_mlp(
     if not config.experts or layer in config.dense_layers:
         linear = make_linear(quantized, dtype, rngs)
         return Mlp(config.width, config.mlp_width, config.activation, config.mlp_bias, linear)
-    return Experts(
-        config.width,
-        config.expert_width,
-        config.activation,
-        config.mlp_bias,
-        experts=config.experts,
-        per_token=config.experts_per_token,
-        normalize_weights=config.normalize_expert_weights,
-        dtype=dtype,
-        rngs=rngs,
-        quantized=quantized,
-    )
+    return Experts(config, dtype=dtype, rngs=rngs, quantized=quantized)
 
 
 def _normalize(norm: RMSNorm | None, x: Array) -> Array:
