@@ -82,7 +82,9 @@ def test_commands_run(page, directory):
                 continue
             arguments = [fill_in(word, port) for word in shlex.split(command, comments=True)]
             if arguments[:2] == ["kvjax", "serve"]:
-                servers.enter_context(serving([*arguments, "--port", str(port), "--max_prompt_tokens", "512"], directory))
+                servers.enter_context(
+                    serving([*arguments, "--port", str(port), "--max_prompt_tokens", "512"], directory)
+                )
                 continue
             result = subprocess.run(arguments, cwd=directory, env=environment(), input="Hello\n", text=True, **PIPES)
             assert result.returncode == 0 and "error" not in result.stdout[:100], f"{command}\n{result.stdout}"
