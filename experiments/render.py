@@ -12,6 +12,7 @@ import dataclasses
 import json
 import pathlib
 import re
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -113,7 +114,9 @@ def render(page: str, results: Results) -> str:
 
     def block(match: re.Match[str]) -> str:
         name, _, argument = match[2].partition(" ")
-        return f"{match[1]}\n{BLOCKS[name](argument, results)}\n{match[3]}"
+        text = BLOCKS[name](argument, results)
+        # A paragraph needs no empty lines around it.
+        return f"{match[1]}{text}\n{match[3]}" if BLOCKS[name] is headline else f"{match[1]}\n{text}\n{match[3]}"
 
     return MARKERS.sub(block, page)
 
@@ -130,6 +133,8 @@ def figures(results: Results) -> dict[str, plots.plt.Figure]:
 
 
 FRONT = ("smollm2-135m", "facts", 1024, "unseen")  # model, task, tokens and question of the picture of README
+# Models of README: one that gives its picture, one that loses nothing, and the one that loses most.
+MODELS = {"smollm2-135m": "SmolLM2-135M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B", "gemma-3-270m": "Gemma 3 270M"}
 
 
 # Cells: one per policy, budget and task.
@@ -222,6 +227,20 @@ def matrices(cells: Iterable[Cell]) -> dict[tuple[str, str], list[Cell]]:
 # Blocks of pages.
 
 
+def headline(_: str, results: Results) -> str:
+    """Returns the sentences of README that say what `auto` keeps of each model's answers."""
+    _, task, tokens, question = FRONT
+    values = {
+        (cell.model, cell.policy, cell.budget): cell.value
+        for cell in results.cells
+        if (cell.task, cell.tokens, cell.question) == (task, tokens, question)
+    }
+    full = NAMES["exact"]
+    kept = (f"{values[one, 'auto', 25]:.2f} and {values[one, full, 100]:.2f} ({name})" for one, name in MODELS.items())
+    text = "Share of right answers with the default policy `auto` at a quarter of the bytes, and with the full cache: "
+    return textwrap.fill(f"{text}{', '.join(kept)}.", 120)
+
+
 def systems_table(_: str, results: Results) -> str:
     """Returns the table of README: the papers' systems at a quarter of the bytes."""
     _, task, tokens, question = FRONT
@@ -230,13 +249,14 @@ def systems_table(_: str, results: Results) -> str:
         for cell in results.cells
         if (cell.task, cell.tokens, cell.question) == (task, tokens, question) and cell.budget in (25, 100)
     }
-    shown = ("qwen2.5-coder-0.5b", "gemma-3-270m")  # a model that loses nothing, and the one that loses most
+    shown = list(MODELS)[1:]
     gpu = {
         row["setting"].partition(" @ ")[0]: row
         for row in device.read_rows(RESULTS / "h200.jsonl")
         if row.get("measure") == "latency" and row["context_tokens"] == 131072 and row["rows"] == 1
     }
-    columns = ["", "cache", f"{FRONT[0]}, as published", *(f"{model}, profile" for model in (FRONT[0], *shown))]
+    columns = ["", f"cache of {MODELS[FRONT[0]]}", "as published", "with profile"]
+    columns += [f"{MODELS[model]}, with profile" for model in shown]
     lines = []
     for policy in ("exact", "auto", *SYSTEMS):
         name = NAMES[policy]
@@ -382,6 +402,7 @@ def device_table(argument: str, results: Results) -> str:
 
 
 BLOCKS: Mapping[str, Callable[[str, Results], str]] = {
+    "headline": headline,
     "systems": systems_table,
     "matrices": matrix_images,
     "unsolved": unsolved_tasks,

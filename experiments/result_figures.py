@@ -195,9 +195,13 @@ def score_by_bytes(cells: Sequence[Cell], systems: Iterable[str]) -> plt.Figure:
     axes.set_xticks(TICKS, [f"{tick:g}%" for tick in TICKS])
     axes.minorticks_off()
     axes.set_xlabel("bytes of the cache, relative to a full bfloat16 cache", fontsize=9)
-    axes.set_title(
-        "right answers to questions that the cache did not know when it compressed the text", fontsize=10, loc="left"
-    )
+    axes.set_ylabel("share of right answers", fontsize=9)
+    if full:
+        [one, *_] = full
+        title = (
+            f"{one.model}, questions about {one.line.documents} texts of {one.tokens:,} tokens, asked after compression"
+        )
+        axes.set_title(title, fontsize=10, loc="left")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
