@@ -25,6 +25,7 @@ ROOT = pathlib.Path(__file__).parent / "transformers"
 PROMPT, CONTINUATION, LEAST_MARGIN = 8, 64, 2e-3
 LEAST_DIFFERENCE = 4e-3  # 20 times the tolerance of tests
 YARN = families.YARN | {"truncate": False}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 # Changes of a configuration that a wrong implementation could make; the golden logits must detect all of them.
 WRONG_FEATURES = {
     "llama31": [
@@ -63,6 +64,27 @@ WRONG_FEATURES = {
     "granite_swa": [{"layer_rope_theta": [10000.0, 100.0, 10000.0]}, {"layer_rope_theta": [0, 100.0, 100.0]}],
     "seed_oss": [{"attention_bias": False}],
     "granite": [{"residual_multiplier": 0.6}, {"logits_scaling": 1.6}],
+    "gemma4": [
+        {"sliding_window": 9},
+        {"final_logit_softcapping": None},
+        {"rope_parameters": families.GEMMA4.values["rope_parameters"] | {"full_attention": PARTIAL}},
+    ],
+    "glm4_moe": [
+        {"n_group": 1, "topk_group": 1},
+        {"routed_scaling_factor": 1.0},
+        {"norm_topk_prob": False},
+        {"rope_parameters": PARTIAL | {"partial_rotary_factor": 1.0}},
+    ],
+    "dots1": [
+        {"n_group": 1, "topk_group": 1},
+        {"norm_topk_prob": False},
+        {"sliding_window": 9},
+        {"max_window_layers": 1},
+    ],
+    "minimax_m2": [
+        {"num_experts_per_tok": 2},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0}},
+    ],
 }
 
 

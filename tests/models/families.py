@@ -121,6 +121,7 @@ GRANITE_SWA = _family(
 GEMMA4 = _family(
     "gemma4", "Gemma4", num_hidden_layers=3, head_dim=16, global_head_dim=32, num_global_key_value_heads=1,
     attention_k_eq_v=True, hidden_size_per_layer_input=0, sliding_window=8, final_logit_softcapping=40.0,
+    tie_word_embeddings=False,  # tied ones repeat a token
     layer_types=["sliding_attention", "sliding_attention", "full_attention"],
     rope_parameters={
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -129,9 +130,28 @@ GEMMA4 = _family(
 )  # fmt: skip
 GEMMA4 = dataclasses.replace(GEMMA4, config_class="Gemma4TextConfig")
 
+_DEEPSEEK_EXPERTS = {
+    "num_hidden_layers": 3, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+GLM4_MOE = _family(
+    "glm4_moe", "Glm4Moe", head_dim=16, use_qk_norm=True, attention_bias=True, **_DEEPSEEK_EXPERTS
+)  # fmt: skip
+DOTS1 = _family(
+    "dots1", "Dots1", head_dim=16, attention_bias=True, norm_topk_prob=True, sliding_window=8, max_window_layers=2,
+    **_DEEPSEEK_EXPERTS,
+)  # fmt: skip
+MINIMAX_M2 = _family(
+    "minimax_m2", "MiniMaxM2", head_dim=16, intermediate_size=16, num_local_experts=8, num_experts_per_tok=3,
+    tie_word_embeddings=False,
+    rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+)  # fmt: skip
+
 GOLDEN = (
     LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, QWEN3_MOE, MIXTRAL, GPT_OSS, GLM, GLM4, PHI3, OLMO2,
     OLMO3, SMOLLM3, GRANITE, MINISTRAL, SEED_OSS, MINISTRAL3, EXAONE4, ERNIE4_5, HUNYUAN_V1_DENSE, ARCEE, GRANITE_SWA,
+    GEMMA4, GLM4_MOE, DOTS1, MINIMAX_M2,
 )  # fmt: skip
 # The golden files of these have one way of tying embeddings; live tests have both.
 _TIED_OR_NOT = (LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3)
@@ -155,12 +175,16 @@ LIVE = (
     EXAONE4.but("exaone4-full", sliding_window=None, layer_types=["full_attention"] * 2),
     HUNYUAN_V1_DENSE.but("hunyuan_v1_dense-default", rope_parameters=None, attention_bias=False),
     GRANITE_SWA.but("granite_swa-equal-bases", layer_rope_theta=None),
-    GEMMA4,
+    GEMMA4.but("gemma4-tied", tie_word_embeddings=True),
     GEMMA4.but("gemma4-two-projections", attention_k_eq_v=False, attention_bias=True),
     dataclasses.replace(
         GEMMA4, name="gemma4_unified", config_class="Gemma4UnifiedTextConfig", model_class="Gemma4UnifiedForCausalLM",
         values={key: value for key, value in GEMMA4.values.items() if key != "hidden_size_per_layer_input"},
     ),
+    GLM4_MOE.but("glm4_moe-defaults", use_qk_norm=False, attention_bias=False, n_group=1, topk_group=1,
+                 norm_topk_prob=False),
+    DOTS1.but("dots1-defaults", norm_topk_prob=False, sliding_window=None, attention_bias=False),
+    MINIMAX_M2.but("minimax_m2-rotary-dim", rotary_dim=4, rope_parameters=None),
     LLAMA2.but("llama-biases", attention_bias=True, mlp_bias=True),
     MISTRAL.but("mistral-full", sliding_window=None),
     QWEN2.but("qwen2-full", use_sliding_window=False),

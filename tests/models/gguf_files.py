@@ -18,6 +18,7 @@ ARCHITECTURES = {name: name for name in ("gemma", "gemma2", "gemma3", "glm4", "g
     "gpt_oss": "gpt-oss", "llama2": "llama", "llama31": "llama", "mixtral": "llama", "olmo3": "olmo2",
     "arcee": "arcee", "ernie4_5": "ernie4_5", "exaone4": "exaone4", "hunyuan_v1_dense": "hunyuan-dense",
     "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "seed_oss": "seed_oss", "smollm3": "smollm3",
+    "glm4_moe": "glm4moe", "dots1": "dots1", "minimax_m2": "minimax-m2",
 }  # fmt: skip
 INTERLEAVED = ("llama", "arcee", "granite", "smollm3")
 KEYS = {
@@ -35,6 +36,13 @@ KEYS = {
     "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+    "first_k_dense_replace": "leading_dense_block_count",
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
@@ -83,7 +91,9 @@ def _metadata(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
         "rope.freq_base": rope["rope_theta"],
     }
     values["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1))
-    if architecture == "qwen2" or (architecture == "phi3" and not config.get("sliding_window")):
+    if architecture in ("glm4moe", "dots1", "minimax-m2"):
+        values["expert_gating_func"] = 2  # sigmoid
+    if architecture in ("qwen2", "dots1") or (architecture == "phi3" and not config.get("sliding_window")):
         values.pop("attention.sliding_window", None)
     if architecture in ("olmo2", "gemma3", "exaone4") and "sliding_window" in config:
         values["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in config["layer_types"]]
@@ -136,6 +146,7 @@ def _tensors(
                 kind = {"w1": "gate", "w2": "down", "w3": "up"}.get(module, module.removesuffix("_proj"))
                 experts.setdefault(f"blk.{layer}.ffn_{kind}_exps.weight", {})[int(number)] = tensor
             continue
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         converted = names.get_name(name, try_suffixes=(".weight", ".bias"))
         yield f"{converted}.weight" if converted.endswith("sinks") else converted, tensor
     for name, stack in experts.items():

@@ -99,6 +99,13 @@ def test_missing_keys_are_listed():
         ({"model_type": "qwen3_moe", "mlp_only_layers": [2]}, r"mlp_only_layers=\[2\] must be a list of layer numbers"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step=0"),
         ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, "swiglu_limit=5.0"),
+        ({"model_type": "glm4_moe", "scoring_func": "softmax"}, "scoring_func='softmax'; supported: 'sigmoid', 'noaux"),
+        ({"model_type": "glm4_moe", "n_shared_experts": -1}, "n_shared_experts=-1"),
+        ({"model_type": "glm4_moe", "n_group": 3}, "expert_groups=3 must divide experts=128"),
+        ({"model_type": "dots1", "num_experts_per_tok": 2}, "n_routed_experts=None must be an integer"),
+        ({"model_type": "glm4_moe", "moe_layer_freq": 2}, "moe_layer_freq=2; supported: 1"),
+        ({"model_type": "minimax_m2", "shared_intermediate_size": 64}, "shared_intermediate_size=64; supported: 0"),
+        ({"model_type": "minimax_m2", "attn_type_list": [0, 1]}, r"attn_type_list=\[0, 1\]; supported: 1 in every"),
         ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"model_type": "gemma3"}, "text_config=None must be an object"),
         ({"model_type": "deepseek_v3", "kv_lora_rank": 512},
@@ -203,6 +210,21 @@ def test_sliding_window_pattern_of_gemma3():
     assert parse_config(values | {"sliding_window_pattern": 1, "_sliding_window_pattern": 6}).windows == ()
     listed = {"sliding_window_pattern": 2, "layer_types": ["sliding_attention"] * 7}
     assert parse_config(values | listed).windows == (8,) * 7
+
+
+def test_published_keys_of_families_with_experts():
+    glm = {"model_type": "glm4_moe", "n_group": 1, "n_routed_experts": 128, "num_nextn_predict_layers": 1}
+    config = parse_config(LLAMA | glm | {"head_dim": 8, "use_qk_norm": True, "first_k_dense_replace": 3})
+    assert config.dense_layers == (0, 1) and config.shared_expert_width == 1408 and config.rotary_dim == 4
+    dots = {"model_type": "dots1", "n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2}
+    config = parse_config(LLAMA | dots | {"scoring_func": "noaux_tc", "moe_layer_freq": 1, "sliding_window": None})
+    assert config.scoring_func == "sigmoid" and config.shared_expert_width == 2 * 1408
+    minimax = {
+        "model_type": "minimax_m2", "attn_type_list": [1, 1], "rotary_dim": 64, "scoring_func": "sigmoid",
+        "layernorm_full_attention_beta": 1.0, "mlp_intermediate_size": 8192, "num_mtp_modules": 3, "use_mtp": True,
+        "qk_norm_type": "per_layer", "shared_moe_mode": "sigmoid", "use_qk_norm": True, "use_routing_bias": True,
+    }  # fmt: skip
+    assert parse_config(LLAMA | minimax).rotary_dim == 64
 
 
 def test_yarn_extends_the_context():

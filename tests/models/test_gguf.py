@@ -23,6 +23,7 @@ Q8_0 = gguf.GGMLQuantizationType.Q8_0
 
 # Settings that GGUF files do not hold, because llama.cpp knows one value only.
 IMPLIED = {
+    "dots1": {"sliding_window": None, "layer_types": None},
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3": {"query_pre_attn_scalar": 16},
     "qwen2": {"use_sliding_window": False, "layer_types": None},

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from kvjax_models import formats
 from kvjax_models.formats import huggingface
+from tests.models.gguf_files import write_gguf
 from tests.models.huggingface_files import save_model
 from tests.models.support import GOLDEN, assert_equal_parameters, random_model, small_config
 
@@ -118,6 +120,25 @@ def test_rotary_buffers_of_old_versions_are_ignored(saved):
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}
     rewrite(saved, lambda tensors: tensors.update(buffer))
     assert_equal_parameters(huggingface.load_model(saved), small_model())
+
+
+def test_layers_that_predict_several_tokens_are_not_read(tmp_path):
+    """GLM-4.5 stores them after the other layers; GGUF files count them, too."""
+    shutil.copytree(GOLDEN / "glm4_moe", tmp_path / "glm4_moe")
+    expected = huggingface.load_model(tmp_path / "glm4_moe")
+
+    def add_layer(tensors):
+        last = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.2.")}
+        tensors.update({name.replace("layers.2.", "layers.3."): tensor for name, tensor in last.items()})
+
+    rewrite(tmp_path / "glm4_moe", add_layer)
+    assert_equal_parameters(huggingface.load_model(tmp_path / "glm4_moe"), expected)
+    config = json.loads((tmp_path / "glm4_moe" / "config.json").read_text())
+    (tmp_path / "glm4_moe" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    metadata = {"glm4moe.nextn_predict_layers": 1}
+    write_gguf(tmp_path / "glm4_moe", tmp_path / "model.gguf", metadata=metadata)
+    assert formats.load_config(tmp_path / "model.gguf").layers == 3
+    assert_equal_parameters(formats.load_model(tmp_path / "model.gguf", expected.embedding.param_dtype), expected)
 
 
 @pytest.mark.parametrize("held", ["embedding", "both", "head"])

@@ -36,6 +36,11 @@ SANDWICH_NORMS: dict[Path, str | tuple[str, ...]] = {
     ("mlp_norm",): "pre_feedforward_layernorm",
     ("after_mlp_norm",): "post_feedforward_layernorm",
 }
+EXPERTS: dict[Path, str | tuple[str, ...]] = {
+    ("experts", "gate"): "mlp.experts.{}.gate_proj",
+    ("experts", "up"): "mlp.experts.{}.up_proj",
+    ("experts", "down"): "mlp.experts.{}.down_proj",
+}
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 ATTENTION_BIAS: dict[str, str | tuple[str, ...]] = {"attention_bias": ("qkv_bias", "output_bias")}
 
@@ -112,6 +117,7 @@ class Family:
         quantization: supported `quant_method` of weights.
         modules: names of modules that differ from `MODULES`.
         interleaved_rope: whether RoPE rotates the pairs (2i, 2i + 1) of a head.
+        predicts_more_tokens: whether files may have further layers, which predict several tokens and are not read.
         gguf: how llama.cpp stores the family; None if it does not.
     """
 
@@ -133,6 +139,7 @@ class Family:
     quantization: str | None = None
     modules: Mapping[Path, str | tuple[str, ...]] = dataclasses.field(default_factory=dict)
     interleaved_rope: bool = False
+    predicts_more_tokens: bool = False
     gguf: Gguf | None = None
 
     def module_names(self, path: Path) -> tuple[str, ...]:

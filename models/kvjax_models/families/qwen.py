@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvjax_models.families.config_values import ConfigValues
-from kvjax_models.families.family import ATTENTION_BIAS, Family, Gguf, full_layers, layer_types, sliding_layers
+from kvjax_models.families.family import ATTENTION_BIAS, EXPERTS, Family, Gguf, full_layers, layer_types, sliding_layers
 
 _DEFAULTS = {
     "max_position_embeddings": 32768,
@@ -86,10 +86,6 @@ QWEN3_MOE = Family(
     layer_types=_all_layers,
     aliases={"num_local_experts": "num_experts"},  # since transformers 5
     other_keys=("mlp_only_layers", "use_sliding_window"),
-    modules={
-        ("experts", "gate"): "mlp.experts.{}.gate_proj",
-        ("experts", "up"): "mlp.experts.{}.up_proj",
-        ("experts", "down"): "mlp.experts.{}.down_proj",
-    },
+    modules=EXPERTS,
     gguf=Gguf("qwen3moe", values={"norm_topk_prob": True}),
 )

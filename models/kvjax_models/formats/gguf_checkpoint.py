@@ -18,7 +18,7 @@ import numpy as np
 
 from kvjax_models.families import FAMILIES, FULL_ATTENTION, SLIDING_ATTENTION, ConfigValues, Family
 from kvjax_models.families.family import Path
-from kvjax_models.formats import config_json, config_keys, rope_config
+from kvjax_models.formats import config_json, config_keys, rope_config, weights
 from kvjax_models.formats.checkpoint import Checkpoint, LoadOptions, StoredTensor, build_model
 from kvjax_models.formats.gguf_file import GGUFFile, QuantizedTensor
 from kvjax_models.model.config import LlamaConfig
@@ -72,6 +72,18 @@ _KEYS = {
     "logit_scale": "logits_scaling",
 }
 _MOE_KEYS = {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"}
+_DEEPSEEK_KEYS = {
+    "expert_count": "n_routed_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "nextn_predict_layers": "num_nextn_predict_layers",
+}
+_GATING_FUNCS = {1: "softmax", 2: "sigmoid"}
 # Further keys that are understood, or that change nothing.
 _OTHER_KEYS = [
     "attention.layer_norm_epsilon", "attention.value_length", "pooling_type", "rope.dimension_count",
@@ -104,7 +116,13 @@ _TOP_LEVEL = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_BIASES = {"attention_bias": "attn_q", "use_bias": "attn_q", "attention_out_bias": "attn_output", "mlp_bias": "ffn_up"}
+_OPTIONAL_TENSORS = {
+    "attention_bias": "attn_q.bias",
+    "use_bias": "attn_q.bias",
+    "attention_out_bias": "attn_output.bias",
+    "mlp_bias": "ffn_up.bias",
+    "use_qk_norm": "attn_q_norm.weight",
+}
 _BLOCK_TENSOR = re.compile(r"blk\.(?P<layer>\d{1,6})\.(?P<module>\w+)(?P<suffix>\.weight|\.bias|)")
 _EXPERT_MODULE = re.compile(r"ffn_(?P<projection>gate|up|down)_exps")
 
@@ -222,15 +240,20 @@ def _config_values(file: GGUFFile, family: Family) -> ConfigValues:
     values = ConfigValues({"model_type": family.model_type, "rope_theta": 10000.0, **implied})
     values |= {key: value for key, value in found.items() if value is not None}
     values["sliding_window"] = values.get("sliding_window") or None
+    if "scoring_func" in values:
+        values["scoring_func"] = _GATING_FUNCS.get(values["scoring_func"], values["scoring_func"])
+    if "num_nextn_predict_layers" in values:  # which the number of layers includes
+        predicting = values.integer("num_nextn_predict_layers", minimum=0)
+        values["num_hidden_layers"] = values.integer("num_hidden_layers") - predicting
     width, heads = values.integer("hidden_size"), values.integer("num_attention_heads")
     values = ConfigValues({"num_key_value_heads": heads, "head_dim": width // heads, **values})
     embedding = file.tensors.get("token_embd.weight")
     if embedding is not None:
         values["vocab_size"] = _vocab_size(file, embedding.shape[0])
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
-    for key, tensor in _BIASES.items():
+    for key, tensor in _OPTIONAL_TENSORS.items():
         if key in family.keys:
-            values[key] = f"blk.0.{tensor}.bias" in file.tensors
+            values[key] = f"blk.0.{tensor}" in file.tensors
     head_dim = values.integer("head_dim")
     if _metadata_value(file, f"{name}.attention.value_length") not in (None, head_dim):
         raise ValueError(f"{name}.attention.value_length must equal {name}.attention.key_length={head_dim}")
@@ -244,7 +267,11 @@ def _config_values(file: GGUFFile, family: Family) -> ConfigValues:
 
 def _understood_keys(family: Family) -> dict[str, str]:
     """Returns the keys of the metadata that a family has, and their names in config.json."""
-    keys = _KEYS | (_MOE_KEYS if "moe_intermediate_size" in family.keys else {"expert_count": "num_local_experts"})
+    if "n_routed_experts" in family.keys:
+        moe_keys = _DEEPSEEK_KEYS
+    else:
+        moe_keys = _MOE_KEYS if "num_experts" in family.keys else {"expert_count": "num_local_experts"}
+    keys = _KEYS | moe_keys | {"expert_gating_func": "scoring_func"}
     understood = config_keys.understood_keys(family)
     if not family.has_windows:
         understood -= {"sliding_window", "layer_types"}
@@ -431,7 +458,8 @@ def _convert_tensors(file: GGUFFile, family: Family, config: LlamaConfig) -> Ite
         config: its configuration.
     """
     assert family.gguf is not None
-    for name, tensor in file.tensors.items():
+    tensors = weights.select_layers(file.tensors, config.layers) if family.predicts_more_tokens else file.tensors
+    for name, tensor in tensors.items():
         if name in _ROPE_TENSORS:
             continue
         converted: StoredTensor = tensor

@@ -83,7 +83,10 @@ def load_model(
             for name, tensor in _open_tensors(_weight_files(directory), stack).items()
             if not _IGNORED.fullmatch(name)
         }
-        checkpoint = Checkpoint(directory, family, config, weights.select_text_tensors(tensors))
+        tensors = weights.select_text_tensors(tensors)
+        if family.predicts_more_tokens:
+            tensors = weights.select_layers(tensors, config.layers)
+        checkpoint = Checkpoint(directory, family, config, tensors)
         return build_model(checkpoint, options or LoadOptions(dtype, mesh=mesh))
 
 

@@ -23,6 +23,7 @@ FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 _MODULES: dict[Path, str] = {("embedding",): "model.embed_tokens", ("norm",): "model.norm", ("head",): "lm_head"}
 _VISION_TENSOR = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|audio_tower|embed_audio)\.")
+_LAYER_NUMBER = re.compile(r"(?:model\.layers|blk)\.(\d+)\.")
 _FP4_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 FP4_VALUES = np.concatenate([_FP4_MAGNITUDES, -_FP4_MAGNITUDES])
 
@@ -71,6 +72,17 @@ def select_text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
     if not any(_VISION_TENSOR.match(name) for name in tensors):
         return dict(tensors)
     return {_text_name(name): tensor for name, tensor in tensors.items() if not _VISION_TENSOR.match(name)}
+
+
+def select_layers(tensors: Mapping[str, T], layers: int) -> dict[str, T]:
+    """Returns the tensors without those of layers from a number on, which predict several tokens.
+
+    Args:
+        tensors: tensors by their name in a Hugging Face or GGUF file.
+        layers: number of layers.
+    """
+    numbers = {name: _LAYER_NUMBER.match(name) for name in tensors}
+    return {name: tensors[name] for name, match in numbers.items() if match is None or int(match[1]) < layers}
 
 
 def head_dim_order(head_dim: int, rotary_dim: int | None, interleaved: bool) -> np.ndarray | None:
