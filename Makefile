@@ -73,10 +73,11 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/python -m kvjax_models.cli download smollm2-135m
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --builder html docs build/docs
 
-parity: $(VENV)/.installed-parity
-	$(BIN)/python -m pytest tests/models/test_parity.py tests/models/test_generate_parity.py \
-		tests/models/test_known_model_parity.py \
-		tests/models/test_kvpress_parity.py tests/experiments/test_peers.py
+# Compares models with transformers and policies with kvpress, which needs an older transformers.
+parity: $(VENV)/parity/.installed $(VENV)/.installed-kvpress
+	$(VENV)/parity/bin/python -m pytest tests/models/test_parity.py tests/models/test_generate_parity.py \
+		tests/models/test_known_model_parity.py
+	$(BIN)/python -m pytest tests/models/test_kvpress_parity.py tests/experiments/test_peers.py
 
 # Compares with lm-evaluation-harness's own transformers model.
 harness: $(VENV)/.installed-harness
@@ -111,12 +112,17 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
 	touch $@
 
-$(VENV)/.installed-parity: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS),parity]'
+$(VENV)/parity/.installed: pyproject.toml constraints/parity.txt
+	$(PYTHON) -m venv $(VENV)/parity
+	$(VENV)/parity/bin/python -m pip install --quiet --constraint constraints/parity.txt --editable '.[$(EXTRAS),parity]'
+	touch $@
+
+$(VENV)/.installed-kvpress: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS),kvpress]'
 	touch $@
 
 $(VENV)/.installed-harness: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS),parity,harness]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS),kvpress,harness]'
 	touch $@
 
 # In a separate directory, because JAX searches for TPUs whenever it can import libtpu.
@@ -142,6 +148,8 @@ constraints: $(VENV)/.installed $(VENV)/.installed-tpu-compiler
 		$(wildcard $(VENV)/adapters/lib/python*/site-packages); do \
 		$(BIN)/python -m pip freeze --path $$path --exclude-editable --exclude kvjax; \
 	done) | sed 's/+cpu//' | sort --ignore-case --unique > $(CONSTRAINTS)
+	[ ! -e $(VENV)/parity/.installed ] || $(VENV)/parity/bin/python -m pip freeze --exclude-editable --exclude kvjax \
+		| sed 's/+cpu//' | sort --ignore-case > constraints/parity.txt
 
 clean:
 	rm -rf .venv .venv-* build
