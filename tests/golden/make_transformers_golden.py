@@ -69,6 +69,7 @@ WRONG_FEATURES = {
         {"final_logit_softcapping": None},
         {"rope_parameters": families.GEMMA4.values["rope_parameters"] | {"full_attention": PARTIAL}},
     ],
+    "gemma4_experts": [{"top_k_experts": 2}],
     "glm4_moe": [
         {"n_group": 1, "topk_group": 1},
         {"routed_scaling_factor": 1.0},

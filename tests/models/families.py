@@ -129,6 +129,9 @@ GEMMA4 = _family(
     },
 )  # fmt: skip
 GEMMA4 = dataclasses.replace(GEMMA4, config_class="Gemma4TextConfig")
+GEMMA4_EXPERTS = GEMMA4.but(
+    "gemma4_experts", enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=16
+)
 
 _DEEPSEEK_EXPERTS = {
     "num_hidden_layers": 3, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3,
@@ -151,7 +154,7 @@ MINIMAX_M2 = _family(
 GOLDEN = (
     LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, QWEN3_MOE, MIXTRAL, GPT_OSS, GLM, GLM4, PHI3, OLMO2,
     OLMO3, SMOLLM3, GRANITE, MINISTRAL, SEED_OSS, MINISTRAL3, EXAONE4, ERNIE4_5, HUNYUAN_V1_DENSE, ARCEE, GRANITE_SWA,
-    GEMMA4, GLM4_MOE, DOTS1, MINIMAX_M2,
+    GEMMA4, GEMMA4_EXPERTS, GLM4_MOE, DOTS1, MINIMAX_M2,
 )  # fmt: skip
 # The golden files of these have one way of tying embeddings; live tests have both.
 _TIED_OR_NOT = (LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3)

@@ -256,11 +256,15 @@ def test_layers_of_gemma4_have_two_sizes_of_heads():
     assert len(config.rotary(0).frequencies) == 4 and 0.0 not in config.rotary(0).frequencies
     assert [frequency > 0 for frequency in config.rotary(5).frequencies] == [True] * 2 + [False] * 6
     for key, value in (
-        ("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 2), ("enable_moe_block", True),
+        ("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 2),
         ("use_bidirectional_attention", "all"), ("per_layer_config", {"0": {"head_dim": 4}}),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=key):
             parse_config(values | {key: value})
+    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+    assert parse_config(values | experts | {"moe_intermediate_size": 6}).parallel_experts
+    with pytest.raises(ValueError, match="moe_intermediate_size=None must be"):
+        parse_config(values | experts)
 
 
 def test_yarn_and_longrope_defaults():

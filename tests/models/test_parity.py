@@ -49,7 +49,7 @@ def test_golden_logits_and_greedy_continuation(golden):
 
 def test_config_as_transformers_4_writes_it(golden, tmp_path):
     directory, _ = golden
-    if directory.name == "gemma4":
+    if directory.name.startswith("gemma4"):
         pytest.skip("transformers 4 has no Gemma 4")
     values = json.loads((directory / "config.json").read_text())
     rope = values.pop("rope_parameters")

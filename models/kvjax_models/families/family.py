@@ -117,6 +117,8 @@ class Family:
         quantization: supported `quant_method` of weights.
         modules: names of modules that differ from `MODULES`.
         interleaved_rope: whether RoPE rotates the pairs (2i, 2i + 1) of a head.
+        concatenated_experts: whether a tensor holds all experts as [E, out, in], with gate before up; otherwise it is
+            [E, in, out] with alternating columns. Tensors of single experts have "{}" in their names.
         predicts_more_tokens: whether files may have further layers, which predict several tokens and are not read.
         gguf: how llama.cpp stores the family; None if it does not.
     """
@@ -139,6 +141,7 @@ class Family:
     quantization: str | None = None
     modules: Mapping[Path, str | tuple[str, ...]] = dataclasses.field(default_factory=dict)
     interleaved_rope: bool = False
+    concatenated_experts: bool = False
     predicts_more_tokens: bool = False
     gguf: Gguf | None = None
 

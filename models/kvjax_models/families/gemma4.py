@@ -1,7 +1,7 @@
-"""Gemma 4 (text; 12B is a model type of its own) without per-layer embeddings, shared KV layers and experts.
+"""Gemma 4 (text; 12B is a model type of its own) without per-layer embeddings and shared KV layers.
 
 Layers without a sliding window have their own head dimension and number of KV heads, and may have one projection for
-keys and values.
+keys and values. In 26B-A4B, every layer has experts beside its MLP.
 """
 
 import dataclasses
@@ -15,7 +15,6 @@ from kvjax_models.families.family import SANDWICH_NORMS, Family, every_nth_full
 _DISABLED: dict[str, Any] = {
     "hidden_size_per_layer_input": 0,
     "num_kv_shared_layers": 0,
-    "enable_moe_block": False,
     "use_bidirectional_attention": None,
 }
 
@@ -28,7 +27,7 @@ def _layer_types(values: ConfigValues) -> list[str]:
 
 
 def _head_sizes(values: ConfigValues) -> dict[str, Any]:
-    """Returns the scale of embeddings, and the sizes of heads of both kinds of layers.
+    """Returns the scale of embeddings, the sizes of heads of both kinds of layers, and the fields of experts.
 
     Raises:
         ValueError: if a feature is not supported or a size is invalid.
@@ -43,11 +42,24 @@ def _head_sizes(values: ConfigValues) -> dict[str, Any]:
     if (listed := values.get("per_layer_config")) is not None:  # transformers 5.24 writes these instead
         sizes |= _listed_sizes(values, listed)
     return {
+        **_expert_fields(values),
         "embedding_scale": values.integer("hidden_size") ** 0.5,
         "window_kv_heads": values.integer("num_key_value_heads"),
         "window_head_dim": values.integer("head_dim"),
         "kv_heads": sizes.integer("num_key_value_heads"),
         "head_dim": sizes.integer("head_dim"),
+    }
+
+
+def _expert_fields(values: ConfigValues) -> dict[str, Any]:
+    """Returns the fields of experts, if the model has them; otherwise their keys may be null."""
+    if not values.boolean("enable_moe_block"):
+        return {}
+    return {
+        "parallel_experts": True,
+        "experts": values.integer("num_experts"),
+        "experts_per_token": values.integer("top_k_experts"),
+        "expert_width": values.integer("moe_intermediate_size"),
     }
 
 
@@ -110,11 +122,24 @@ GEMMA4 = Family(
         "per_layer_config",
         "vocab_size_per_layer_input",
         "use_double_wide_mlp",
+        "enable_moe_block",
         "num_experts",
         "top_k_experts",
         "moe_intermediate_size",
     ),
-    modules=SANDWICH_NORMS,
+    modules={
+        **SANDWICH_NORMS,
+        ("parallel_experts", "after_mlp_norm"): "post_feedforward_layernorm_1",
+        ("parallel_experts", "norm"): "pre_feedforward_layernorm_2",
+        ("parallel_experts", "after_norm"): "post_feedforward_layernorm_2",
+        ("parallel_experts", "router_norm", "scale"): "router.scale",
+        ("parallel_experts", "experts", "router"): "router.proj",
+        ("parallel_experts", "experts", "router", "expert_scale"): "router.per_expert_scale",
+        ("experts", "gate"): "experts.gate_up_proj",
+        ("experts", "up"): "experts.gate_up_proj",
+        ("experts", "down"): "experts.down_proj",
+    },
+    concatenated_experts=True,
 )
 GEMMA4_UNIFIED = dataclasses.replace(
     GEMMA4,

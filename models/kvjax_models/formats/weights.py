@@ -75,7 +75,7 @@ def select_text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
 
 
 def select_layers(tensors: Mapping[str, T], layers: int) -> dict[str, T]:
-    """Returns the tensors without those of layers from a number on, which predict several tokens.
+    """Returns the tensors, except of layers from a number on, which predict several tokens.
 
     Args:
         tensors: tensors by their name in a Hugging Face or GGUF file.
@@ -137,11 +137,14 @@ def _rule(
         return TensorRule((path,), (f"model.layers.{path[1]}.{names[0]}",), (shape,), lambda tensors: [tensors[0]])
     if in_layer and path[-2] in ("qkv", "gate_up"):
         return _projection_rule(family, config, path, shape)
-    if in_layer and path[2] == "mlp" and len(shape) == (2 if leaf == "bias" else 3):
-        [module] = family.module_names(("experts", path[3]))
+    if in_layer and path[-2] in ("gate", "up", "down") and len(shape) == (2 if leaf == "bias" else 3):
+        [module] = family.module_names(("experts", path[-2]))
+        name = f"model.layers.{path[1]}.{module}"
         if "{}" in module:
-            return _expert_rule(f"model.layers.{path[1]}.{module}.weight", path, shape)
-        return _stacked_expert_rule(f"model.layers.{path[1]}.{module}", path, shapes, stored)
+            return _expert_rule(f"{name}.weight", path, shape)
+        if family.concatenated_experts:
+            return _concatenated_expert_rule(name, path, shape)
+        return _stacked_expert_rule(name, path, shapes, stored)
     is_head_norm = in_layer and path[2:-1] in [("attention", "query_norm"), ("attention", "key_norm")]
     order = _heads_order(family, config, shape[-1]) if is_head_norm else None
     is_kernel = leaf == "kernel"
@@ -218,10 +221,27 @@ def _expert_rule(name: str, path: Path, shape: Shape) -> TensorRule:
     return TensorRule((path,), names, (shape[:0:-1],) * shape[0], read)
 
 
+def _concatenated_expert_rule(name: str, path: Path, shape: Shape) -> TensorRule:
+    """Returns the rule of experts in one tensor [E, out, in], with gate before up along `out`."""
+    modules = _expert_modules(path)
+    paths = tuple((*path[:-2], module, "kernel") for module in modules)
+    experts, inputs, outputs = shape
+
+    def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return np.split(tensors[0].swapaxes(1, 2), len(modules), axis=2)
+
+    return TensorRule(paths, (name,), ((experts, len(modules) * outputs, inputs),), read)
+
+
+def _expert_modules(path: Path) -> tuple[str, ...]:
+    """Returns the projections of experts that files store in the same tensor as the one at a path."""
+    return ("down",) if path[-2] == "down" else ("gate", "up")
+
+
 def _stacked_expert_rule(name: str, path: Path, shapes: Mapping[Path, Shape], stored: Collection[str]) -> TensorRule:
     """Returns the rule of experts in one tensor [E, in, out], with gate and up interleaved, or in MXFP4."""
-    leaf, modules = str(path[-1]), ("down",) if path[3] == "down" else ("gate", "up")
-    paths = tuple((*path[:3], module, leaf) for module in modules)
+    leaf, modules = str(path[-1]), _expert_modules(path)
+    paths = tuple((*path[:-2], module, leaf) for module in modules)
     name += "_bias" if leaf == "bias" else ""
     shape = (*shapes[path][:-1], len(modules) * shapes[path][-1])
 

@@ -71,6 +71,7 @@ class LlamaConfig:
         routed_scaling_factor: factor of the weights of selected experts.
         shared_expert_width: hidden size of the expert that processes all tokens; 0: none.
         shared_expert_gate: whether a gate scales the output of the shared expert.
+        parallel_experts: whether every layer has an MLP and experts in parallel; see `llama.ParallelExperts`.
     """
 
     vocab_size: int
@@ -124,6 +125,7 @@ class LlamaConfig:
     routed_scaling_factor: float = 1.0
     shared_expert_width: int = 0
     shared_expert_gate: bool = False
+    parallel_experts: bool = False
 
     def __post_init__(self) -> None:
         """Checks the fields.

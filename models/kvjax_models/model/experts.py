@@ -91,7 +91,7 @@ class Router(nnx.Module):
     experts take part whose two best experts have the largest sums.
 
     Reference:
-        DeepSeek-V3 Technical Report, sections 2.1.2 (selection bias) and 3.4 (groups).
+        DeepSeek-V3 Technical Report, section 2.1.2.
     """
 
     def __init__(self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
@@ -110,6 +110,7 @@ class Router(nnx.Module):
         self.groups, self.groups_per_token = config.expert_groups, config.expert_groups_per_token
         self.per_token, self.normalize_weights = config.experts_per_token, config.normalize_expert_weights
         self.scaling_factor = config.routed_scaling_factor
+        self.expert_scale = nnx.Param(jnp.ones(config.experts, dtype)) if config.parallel_experts else None
 
     def __call__(self, tokens: Float[Array, "N W"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
         """Returns the weights (float32) and the indices of the k selected experts of each token."""
@@ -118,6 +119,8 @@ class Router(nnx.Module):
         if self.bias is not None:
             logits = logits + self.bias[...].astype(jnp.float32)
         weights, indices = self._select_by_sigmoid(logits) if self.uses_sigmoid else self._select_by_softmax(logits)
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[...].astype(jnp.float32)[indices]
         return weights * self.scaling_factor, indices
 
     def _select_by_softmax(self, logits: Float[Array, "N E"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
@@ -179,9 +182,18 @@ class Experts(nnx.Module):
         make_gate = make_linear(False, dtype, rngs)
         self.shared_gate = make_gate(width, 1, use_bias=False) if config.shared_expert_gate else None
 
-    def __call__(self, x: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
-        """Returns the weighted sum of the outputs of each token's experts, plus that of the shared expert."""
-        output = self.apply_selected(x.reshape(-1, x.shape[-1])).reshape(x.shape)
+    def __call__(
+        self, x: Float[Array, "B T W"], router_input: Float[Array, "B T W"] | None = None
+    ) -> Float[Array, "B T W"]:
+        """Returns the weighted sum of the outputs of each token's experts, plus that of the shared expert.
+
+        Args:
+            x: input of the experts.
+            router_input: input of the router; None: `x`.
+        """
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, indices = self.router(tokens if router_input is None else router_input.reshape(tokens.shape))
+        output = self.apply_selected(tokens, weights, indices).reshape(x.shape)
         if self.shared is None:
             return output
         shared = self.shared(x)
@@ -189,9 +201,16 @@ class Experts(nnx.Module):
             shared = shared * jax.nn.sigmoid(self.shared_gate(x))
         return output + shared
 
-    def apply_selected(self, tokens: Float[Array, "N W"]) -> Float[Array, "N W"]:
-        """Returns the weighted sum of the outputs of each token's selected experts."""
-        weights, indices = self.router(tokens)
+    def apply_selected(
+        self, tokens: Float[Array, "N W"], weights: Float[Array, "N k"], indices: Int[Array, "N k"]
+    ) -> Float[Array, "N W"]:
+        """Returns the weighted sum of the outputs of each token's experts.
+
+        Args:
+            tokens: input of the experts.
+            weights: weights of each token's experts.
+            indices: indices of each token's experts.
+        """
         slots, token_of_slot, expert_of_block = blocks_by_expert(indices, self.experts)
         blocks = jnp.take(tokens, token_of_slot, axis=0, mode="fill", fill_value=0)
 

@@ -164,6 +164,38 @@ class Attention(nnx.Module):
         return norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape) if self.joint_norm else norm(x)
 
 
+class ParallelExperts(nnx.Module):
+    """Experts beside the MLP of a layer, which process the same residual stream (Gemma 4).
+
+    Both have norms before and after them. The router has a norm, too, and a scale per expert.
+    """
+
+    def __init__(self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, quantized: bool = False):
+        """Creates experts and norms.
+
+        Args:
+            config: configuration of the model.
+            dtype: dtype of parameters and activations.
+            rngs: random keys of the initial parameters.
+            quantized: whether kernels are int8.
+        """
+        self.after_mlp_norm = RMSNorm(config.width, config, dtype)
+        self.router_norm = RMSNorm(config.width, config, dtype)
+        self.norm = RMSNorm(config.width, config, dtype)
+        self.experts = Experts(config, dtype=dtype, rngs=rngs, quantized=quantized)
+        self.after_norm = RMSNorm(config.width, config, dtype)
+
+    def __call__(self, x: Float[Array, "B T W"], mlp_output: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
+        """Returns the sum of the normalized outputs of the MLP and of the experts.
+
+        Args:
+            x: residual stream.
+            mlp_output: output of the MLP.
+        """
+        router_input = self.router_norm(x) * x.shape[-1] ** -0.5
+        return self.after_mlp_norm(mlp_output) + self.after_norm(self.experts(self.norm(x), router_input))
+
+
 class DecoderLayer(nnx.Module):
     """One layer: `project`, then attention by the caller, then `finish`.
 
@@ -196,6 +228,9 @@ class DecoderLayer(nnx.Module):
         self.after_attention_norm = RMSNorm(config.width, config, dtype) if has_post_norm else None
         self.mlp_norm = RMSNorm(config.width, config, dtype) if has_pre_norm else None
         self.mlp = _make_mlp(config, number, dtype, rngs, quantized)
+        self.parallel_experts = (
+            ParallelExperts(config, dtype=dtype, rngs=rngs, quantized=quantized) if config.parallel_experts else None
+        )
         self.after_mlp_norm = RMSNorm(config.width, config, dtype) if has_post_norm else None
         self.layer_scale = nnx.Param(jnp.ones(1, dtype)) if config.layer_scale else None
 
@@ -289,7 +324,10 @@ class DecoderLayer(nnx.Module):
             output: output projection of attention.
         """
         x = self._add_residual(x, _normalize(self.after_attention_norm, output))
-        x = self._add_residual(x, _normalize(self.after_mlp_norm, self.mlp(_normalize(self.mlp_norm, x))))
+        output = self.mlp(_normalize(self.mlp_norm, x))
+        if self.parallel_experts is not None:
+            output = self.parallel_experts(x, output)
+        x = self._add_residual(x, _normalize(self.after_mlp_norm, output))
         return x if self.layer_scale is None else x * self.layer_scale[...]
 
     def _add_residual(self, x: Array, y: Array) -> Array:
@@ -428,7 +466,7 @@ def _make_mlp(
     config: LlamaConfig, layer: int, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, quantized: bool
 ) -> Mlp | Experts:
     """Returns the MLP or the experts of a layer."""
-    if not config.experts or layer in config.dense_layers:
+    if not config.experts or config.parallel_experts or layer in config.dense_layers:
         linear = make_linear(quantized, dtype, rngs)
         return Mlp(config.width, config.mlp_width, config.activation, config.mlp_bias, linear)
     return Experts(config, dtype=dtype, rngs=rngs, quantized=quantized)
