@@ -298,6 +298,29 @@ def unsolved_tasks(_: str, results: Results) -> str:
     return ", ".join(sorted(left_out)) + "."
 
 
+def settings_table(argument: str, results: Results) -> str:
+    """Returns a table of all settings of one task: `TASK of MODEL, QUESTION, DTYPE, BUDGET`."""
+    task, _, rest = argument.partition(" of ")
+    model, question, dtype, budget = rest.split(", ")
+    chosen = [
+        row
+        for row in results.rows
+        if (row.model, row.task, row.question, row.dtype) == (model, task, question, dtype)
+        and (row.policy == caches.FULL or row.budget == budget)
+    ]
+    lines = [
+        (
+            one.setting,
+            f"{one.held:.1%}",
+            "-" if one.mean is None else f"{one.mean.value:.3f}",
+            "-" if one.difference is None else one.difference.fixed("+", 3),
+            str(one.documents),
+        )
+        for one in _lines(chosen)
+    ]
+    return markdown_table(("", "held", "value", "minus the full cache", "documents"), lines)
+
+
 def kvpress_table(_: str, results: Results) -> str:
     """Returns the presses with the best scores, at each budget, with `auto` on the same task."""
     lines = []
@@ -406,6 +429,7 @@ BLOCKS: Mapping[str, Callable[[str, Results], str]] = {
     "systems": systems_table,
     "matrices": matrix_images,
     "unsolved": unsolved_tasks,
+    "settings": settings_table,
     "kvpress": kvpress_table,
     "papers": papers_tables,
     "commands": papers_commands,
