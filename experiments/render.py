@@ -379,6 +379,31 @@ def papers_tables(_: str, results: Results) -> str:
     return text.rstrip("\n") + "\n"
 
 
+def uniform_table(_: str, results: Results) -> str:
+    """Returns paired differences of the papers' systems to a uniform sample, all with the model's heads."""
+    cases = [
+        ("facts", 1024, "bfloat16", "25%", "int8"),
+        ("niah_multivalue", 1024, "bfloat16", "25%", "int8"),
+        ("perplexity_books", 2048, "bfloat16", "25%", "int8"),
+        ("perplexity_books", 2048, "bfloat16", "12.5%", "int4"),
+    ]
+    systems = [*SYSTEMS, "subgen_mean", "balancekv_theory", "snapkv", "streaming_llm"]
+    table: dict[str, list[str]] = {NAMES[one]: [] for one in systems if one not in ALL_TOKENS}
+    for case in cases:
+        rows: dict[str, list[Row]] = {}
+        for row in results.rows:
+            policy, _, settings = row.policy.partition(":")
+            key = (row.task, row.tokens, row.dtype, row.budget, row.kv_dtype)
+            if key == case and (row.model, row.question, settings) == (FRONT[0], FRONT[3], "heads=auto"):
+                rows.setdefault(policy, []).append(row)
+        for policy in systems:
+            if policy not in ALL_TOKENS:
+                found = summarize.paired_differences(rows.get(policy, []), rows["uniform"], [case[0]])
+                table[NAMES[policy]].append("-" if found is None else found.fixed("+", 3))
+    columns = ("", *(f"`{task}`, {budget} {kv_dtype}" for task, _, _, budget, kv_dtype in cases))
+    return markdown_table(columns, [(name, *values) for name, values in table.items()])
+
+
 def _verdict(verdict: str, comparisons: Sequence[claims.Comparison]) -> str:
     """Returns a verdict with the comparison that decides it."""
     one = claims.deciding(comparisons)
@@ -432,6 +457,7 @@ BLOCKS: Mapping[str, Callable[[str, Results], str]] = {
     "settings": settings_table,
     "kvpress": kvpress_table,
     "papers": papers_tables,
+    "uniform": uniform_table,
     "commands": papers_commands,
     "figures": figures_table,
     "device": device_table,
