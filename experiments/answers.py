@@ -1,14 +1,23 @@
-"""Seconds of entire answers; `experiments.speed --measure answer` and `--measure questions` run them.
+"""Seconds of entire answers; `experiments.speed --measure first_answer answer questions` runs them.
 
-`answer` reads a prompt and generates an answer, after a first one that compiles. `questions` asks several questions
-about a document that was read before: the entries of the document are kept, so that only questions and answers are
-computed. transformers keeps them in a `DynamicCache`, of which every question continues a copy.
+`first_answer` reads a prompt and generates an answer in a new process: without stored programs (cold), with them
+(stored), and once more in the same process (warm). `answer` does so after a first answer that compiles. `questions`
+asks several questions about a document that was read before: the entries of the document are kept, so that only
+questions and answers are computed. transformers keeps them in a `DynamicCache`, of which every question continues a
+copy.
 """
 
+import concurrent.futures
 import functools
+import multiprocessing
+import os
+import pathlib
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -18,13 +27,15 @@ from experiments.common.output import Measured
 from experiments.common.statistics import median_interval
 from experiments.common.timing import interleaved_seconds
 from experiments.common.transformers_decode import TransformersAnswers
-from kvjax_models import LanguageModel
+from kvjax_models import LanguageModel, load
 from kvjax_models.document import Document
 from kvjax_models.generation.generator import Generator
+from kvjax_models.model.config import LlamaConfig
 from kvjax_models.usage import collect
 
 ROW_MEMORY = 2 * 2**30  # bytes of memory for which `questions` counts rows
 TRANSFORMERS = "transformers"
+STORED_RUNS = 3  # processes of `first_answer` with stored programs
 
 
 class Sizes(NamedTuple):
@@ -47,6 +58,87 @@ class Sizes(NamedTuple):
     repetitions: int
     seed: int
     dtype: str | None
+
+
+def measure_first_answer(
+    llm: LanguageModel, model: pathlib.Path, settings: Sequence[Setting], sizes: Sizes
+) -> Iterator[Measured]:
+    """Measures the first answer of new processes with every setting.
+
+    Args:
+        llm: the model, which gives the sizes of transformers' model.
+        model: file or directory of the model.
+        settings: the settings.
+        sizes: the sizes.
+
+    Yields:
+        Labels and values of each setting and of transformers; times do not include loading the model.
+    """
+    peers: Sequence[float] = ()
+    if sizes.dtype is not None:
+        runs = [_in_process(_transformers_seconds, llm.model.config, sizes) for _ in range(STORED_RUNS)]
+        peers = [first for first, _ in runs]
+        yield {"setting": TRANSFORMERS, **sizes._asdict()}, _of_runs(runs)
+    dtype = jnp.dtype(llm.model.embedding.param_dtype)
+    for setting in settings:
+        with tempfile.TemporaryDirectory() as directory:
+            cold, *runs = [
+                _in_process(_answer_seconds, str(model), setting, sizes, str(dtype), directory)
+                for _ in range(1 + STORED_RUNS)
+            ]
+        values = {"cold_seconds": cold[0], **_of_runs(runs)}
+        if peers:
+            firsts = np.asarray([first for first, _ in runs])
+            values["transformers_ratio"] = float(np.median(firsts) / np.median(peers))
+        yield {"setting": str(setting), **sizes._asdict()}, values
+
+
+def _of_runs(runs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Returns the medians of first and second answers of processes."""
+    first, second = np.median(np.asarray(runs), axis=0)
+    return {"stored_seconds": float(first), "warm_seconds": float(second)}
+
+
+def _in_process(function: Callable[..., tuple[float, float]], *arguments: Any) -> tuple[float, float]:
+    """Returns the result of a function in a new process."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def _answer_seconds(model: str, setting: Setting, sizes: Sizes, dtype: str, directory: str) -> tuple[float, float]:
+    """Returns the seconds of the first and the second answer of this process, whose programs are in `directory`."""
+    os.environ["KVJAX_CACHE"] = directory
+    llm = load(model, dtype)
+    prompt, *_ = _random_tokens(llm, sizes.seed, 1, sizes.context_tokens)
+
+    def answer() -> None:
+        generator = setting.cache(llm).generator(
+            max_prompt_tokens=sizes.context_tokens, max_new_tokens=sizes.answer_tokens
+        )
+        state = generator.prefill(generator.init_state(sizes.seed), [prompt])
+        generator.decode_all(state, sizes.answer_tokens, compact_last=False)
+
+    return _seconds(answer), _seconds(answer)
+
+
+def _transformers_seconds(config: LlamaConfig, sizes: Sizes) -> tuple[float, float]:
+    """Returns the seconds of transformers' first and second answer in this process."""
+    assert sizes.dtype is not None
+    peer = TransformersAnswers(config, sizes.dtype)
+    prompt = np.random.default_rng(sizes.seed).integers(0, config.vocab_size, sizes.context_tokens).tolist()
+
+    def answer() -> None:
+        peer.answer([prompt], sizes.answer_tokens)
+
+    return _seconds(answer), _seconds(answer)
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    """Returns the seconds of a function."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def measure_answer(llm: LanguageModel, generators: Mapping[Setting, Generator], sizes: Sizes) -> Iterator[Measured]:

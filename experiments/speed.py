@@ -10,11 +10,11 @@
 `latency` decodes one sequence: time to first token, time per token, time of prefill and 1,000 tokens, selection of
 blocks, resident and read bytes; with `--transformers` also the time per token of transformers' DynamicCache. `prefill`
 times entire prefills, with all passes that a policy needs. `throughput` serves requests by continuous batching with as
-many rows as fit in the memory of `--full_rows` rows of the full cache. `answer` times prefill and the decode steps of
-an answer of `--tokens` tokens, `questions` the answers to `--questions` questions about a document that was read
-before; with `--transformers` also those of transformers' DynamicCache. `bytes` computes the bytes that a cache holds
-and that a step reads, without weights. Weights and prompts are random unless `--model` names a model. Policies
-alternate, so ratios compare neighbors.
+many rows as fit in the memory of `--full_rows` rows of the full cache. `first_answer` times the first answer of new
+processes, without and with stored programs, `answer` prefill and the decode steps of an answer of `--tokens` tokens,
+`questions` the answers to `--questions` questions about a document that was read before; with `--transformers` also
+those of transformers' DynamicCache. `bytes` computes the bytes that a cache holds and that a step reads, without
+weights. Weights and prompts are random unless `--model` names a model. Policies alternate, so ratios compare neighbors.
 """
 
 import dataclasses
@@ -41,6 +41,7 @@ from experiments.common.transformers_decode import TransformersWriter
 from kvjax_models import LanguageModel, load
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import GenerationState
+from kvjax_models.language_model import resolve_path
 from pallas_kernels import benchmarking
 
 MIN_SAMPLES = 6  # samples whose median has a 95% interval
@@ -52,7 +53,7 @@ class Options(Flags):
     """Options of a measurement."""
 
     measure: tuple[str, ...] = repeatable(
-        "latency", choices=("latency", "prefill", "throughput", "answer", "questions", "bytes")
+        "latency", choices=("latency", "prefill", "throughput", "first_answer", "answer", "questions", "bytes")
     )  # Repeatable.
     shape: str = "small"  # Sizes of a random model: a name of `common.shapes`, or a directory with a config.json.
     model: str | None = None  # A model to load in place of a random one.
@@ -298,6 +299,18 @@ def _answer_sizes(options: Options, llm: LanguageModel, context: int) -> answers
     return answers.Sizes(context, options.question_tokens, number, options.tokens, repetitions, options.seed, dtype)
 
 
+def measure_first_answer(options: Options, llm: LanguageModel, context: int) -> Iterator[Measured]:
+    """Yields labels and values of the first answer of new processes with every setting.
+
+    Raises:
+        ValueError: if the options name no model, which new processes could load.
+    """
+    if options.model is None:
+        raise ValueError("--measure first_answer loads a model in new processes; pass --model")
+    path = resolve_path(options.model)
+    yield from answers.measure_first_answer(llm, path, options.settings, _answer_sizes(options, llm, context))
+
+
 def measure_answer(options: Options, llm: LanguageModel, context: int) -> Iterator[Measured]:
     """Yields labels and values of the answer to a prompt with every setting."""
     sizes = {"max_prompt_tokens": context, "max_new_tokens": options.tokens}
@@ -314,6 +327,7 @@ MEASURES = {
     "latency": measure_latency,
     "prefill": measure_prefill,
     "throughput": measure_throughput,
+    "first_answer": measure_first_answer,
     "answer": measure_answer,
     "questions": measure_questions,
     "bytes": measure_bytes,

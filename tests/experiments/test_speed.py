@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from experiments import device, speed, throughput, transformers_speed
+from experiments import answers, device, speed, throughput, transformers_speed
 from experiments.common import ROOT, flags, shapes
 from experiments.common.caches import Setting
 from experiments.device import Step
@@ -129,6 +129,21 @@ def test_answers_and_questions_are_relative_to_the_full_cache(tmp_path, monkeypa
     held = [found[setting, "document_bytes"]["value"] for setting in ("exact", "streaming_llm @ 50%")]
     assert 0 < held[1] < held[0]
     assert found["exact", "rows_in_2_gib"]["value"] == (2**31 - held[0]) // found["exact", "row_bytes"]["value"]
+
+
+def test_first_answers_need_a_model_that_processes_can_load(tmp_path, monkeypatch):
+    monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
+    with pytest.raises(ValueError, match="pass --model"):
+        speed.main(speed.Options(measure=("first_answer",), shape="tiny", output_dir=str(tmp_path)))
+
+
+@pytest.mark.heavy
+def test_first_answers_are_of_new_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(answers, "STORED_RUNS", 1)
+    options = {"model": str(tiny.directory()), "policy": (), "context_tokens": (100,), "tokens": 2}
+    speed.main(speed.Options(measure=("first_answer",), **options, output_dir=str(tmp_path)))
+    found = {one["metric"]: one["value"] for one in figures(tmp_path / "first_answer.json")}
+    assert 0 < found["warm_seconds"] < found["cold_seconds"] and found["stored_seconds"] > 0
 
 
 def test_every_policy_uses_the_memory_of_the_full_cache(capsys):
