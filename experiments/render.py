@@ -382,10 +382,11 @@ def papers_tables(_: str, results: Results) -> str:
 def uniform_table(_: str, results: Results) -> str:
     """Returns paired differences of the papers' systems to a uniform sample, all with the model's heads."""
     cases = [
-        ("facts", 1024, "bfloat16", "25%", "int8"),
-        ("niah_multivalue", 1024, "bfloat16", "25%", "int8"),
-        ("perplexity_books", 2048, "bfloat16", "25%", "int8"),
-        ("perplexity_books", 2048, "bfloat16", "12.5%", "int4"),
+        ("smollm2-135m", "facts", 1024, "bfloat16", "25%", "int8"),
+        ("smollm2-135m", "niah_multivalue", 1024, "bfloat16", "25%", "int8"),
+        ("smollm2-135m", "perplexity_books", 2048, "bfloat16", "25%", "int8"),
+        ("smollm2-135m", "perplexity_books", 2048, "bfloat16", "12.5%", "int4"),
+        ("gemma-3-270m", "facts", 1024, "float32", "25%", "int8"),
     ]
     systems = [*SYSTEMS, "subgen_mean", "balancekv_theory", "snapkv", "streaming_llm"]
     table: dict[str, list[str]] = {NAMES[one]: [] for one in systems if one not in ALL_TOKENS}
@@ -393,14 +394,14 @@ def uniform_table(_: str, results: Results) -> str:
         rows: dict[str, list[Row]] = {}
         for row in results.rows:
             policy, _, settings = row.policy.partition(":")
-            key = (row.task, row.tokens, row.dtype, row.budget, row.kv_dtype)
-            if key == case and (row.model, row.question, settings) == (FRONT[0], FRONT[3], "heads=auto"):
+            key = (row.model, row.task, row.tokens, row.dtype, row.budget, row.kv_dtype)
+            if key == case and (row.question, settings) == (FRONT[3], "heads=auto"):
                 rows.setdefault(policy, []).append(row)
         for policy in systems:
             if policy not in ALL_TOKENS:
-                found = summarize.paired_differences(rows.get(policy, []), rows["uniform"], [case[0]])
+                found = summarize.paired_differences(rows.get(policy, []), rows["uniform"], [case[1]])
                 table[NAMES[policy]].append("-" if found is None else found.fixed("+", 3))
-    columns = ("", *(f"`{task}`, {budget} {kv_dtype}" for task, _, _, budget, kv_dtype in cases))
+    columns = ("", *(f"{MODELS[model]}, `{task}`, {budget}" for model, task, _, _, budget, _ in cases))
     return markdown_table(columns, [(name, *values) for name, values in table.items()])
 
 
