@@ -1,14 +1,17 @@
 """Every family generates with every policy, and the features of its attention apply to the caches."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax import registry
 from kvjax_models.formats import huggingface
 from kvjax_models.generation.generator import Generator
 from tests.kvjax.support import ON_A_MESH as POLICIES
-from tests.models import families
+from tests.models import families, tiny
 from tests.models.support import GOLDEN
 
 LENGTHS, NEW = (40, 25), 12
@@ -47,6 +50,27 @@ def test_families_generate_with_policies(family, policy):
 def test_every_family_generates_with_an_eighth_of_the_policies(number):
     for policy in list(POLICIES.values())[number % 8 :: 8]:
         check_generates(families.GOLDEN[number].name, policy)
+
+
+@functools.cache
+def llm_with_experts():
+    return tiny.make_lively_llm(
+        experts=4,
+        experts_per_token=2,
+        expert_width=16,
+        scoring_func="sigmoid",
+        shared_expert_width=16,
+        dense_layers=(0,),
+    )
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("policy", registry.POLICIES)
+def test_every_policy_compresses_a_document_of_a_model_with_experts(policy, tmp_path, monkeypatch):
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))  # of the profile that KVzap makes
+    text = "".join(f"Line {number}: the code is {7315 + 11 * number}.\n" for number in range(40))
+    document = llm_with_experts().cache(policy, None if policy == "exact" else "50%").read(text)
+    assert len(document.generate(" and", max_new_tokens=4)) == 4
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])

@@ -324,6 +324,20 @@ def test_experts_and_sinks_on_a_mesh():
 
 
 @needs_devices
+@pytest.mark.heavy
+def test_sigmoid_routing_and_shared_experts_on_a_mesh():
+    """The router is replicated; experts and the shared expert are sharded along their hidden size."""
+    model = huggingface.load_model(GOLDEN / "glm4_moe", jnp.float32)
+    mesh = make_mesh(model.config.kv_heads, data=2, tensor=4)
+    sharded = huggingface.load_model(GOLDEN / "glm4_moe", jnp.float32, mesh)
+    mlp = sharded.layers[1].mlp
+    parameters = (mlp.gate.kernel, mlp.shared.gate_up.kernel, mlp.shared.down.kernel, mlp.router.selection_bias)
+    shapes = [parameter[...].sharding.shard_shape(parameter.shape) for parameter in parameters]
+    assert shapes == [(8, 32, 4), (32, 2, 8), (8, 32), (8,)]
+    assert generate_turns(sharded, POLICIES["exact"])[0] == generate_turns(model, POLICIES["exact"])[0]
+
+
+@needs_devices
 def test_devices_share_parameters():
     mesh = make_mesh(tensor=8)
     sharded = shard_model(make_model(), mesh)

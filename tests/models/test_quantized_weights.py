@@ -62,7 +62,7 @@ def dequantized(model, quantized_model):
     return nnx.merge(graph, state)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "mixtral", "qwen2", "glm4"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "glm4_moe", "qwen2", "gemma4_experts"])
 def test_logits_equal_those_of_the_dequantized_model(family):
     model = formats.load_model(GOLDEN / family, jnp.float32)
     int8 = formats.load_model(GOLDEN / family, jnp.float32, weight_dtype="int8")
