@@ -548,6 +548,7 @@ def read_steps(
             template_options=template_options,
             max_new_tokens=max_new_tokens,
             seed=seed,
+            recurrent=state.recurrent,
         )
         for cache, generator, state in zip(caches, generators, states, strict=True)
     ]

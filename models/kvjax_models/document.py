@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -31,6 +32,7 @@ from kvjax_models.generation.sampling import GREEDY, Sampling, SamplingOptions
 from kvjax_models.generation.saved_states import describe_model
 from kvjax_models.generation.state import GenerationState
 from kvjax_models.kept import kept_shares
+from kvjax_models.model.gated_delta import RecurrentState
 from kvjax_models.profile import Profile
 from kvjax_models.prompts import Message, Prompt, TemplateOptions, as_prompts, check_prompt, is_prompt, render_question
 from kvjax_models.saves import Saves, describe_difference
@@ -51,13 +53,14 @@ class Document:
     Attributes:
         cache: model, policy, budget and format.
         generator: sizes and policies with which the text was read.
-        texts: the entries of the text, of every layer.
+        texts: the entries of the text, of every layer with attention.
         logits: float32 logits of the token after the text.
         tokens: token ids of the text and of the chat template before it.
         messages: the conversation that questions continue; None for a plain text.
         template_options: variables of the chat template.
         max_new_tokens: capacity for each question and its answer, in tokens.
         seed: seed of the policy's random numbers.
+        recurrent: states after the text of the other layers, in a hybrid model; every question starts with a copy.
     """
 
     cache: "CachedModel"
@@ -69,6 +72,7 @@ class Document:
     template_options: TemplateOptions
     max_new_tokens: int
     seed: int
+    recurrent: tuple[RecurrentState, ...] = ()
 
     def ask(
         self,
@@ -263,7 +267,8 @@ class Document:
         in_prompt[:, list(self.tokens)] = True
         return dataclasses.replace(
             state,
-            logits=jnp.copy(jnp.broadcast_to(self.logits, state.logits.shape)),
+            logits=_copy_to_rows(self.logits, state.logits),
+            recurrent=jax.tree.map(_copy_to_rows, self.recurrent, state.recurrent),
             positions=replicate(np.full(tails.batch, self.num_tokens, np.int32), tails.mesh),
             sampling=dataclasses.replace(state.sampling, in_prompt=replicate(in_prompt, tails.mesh)),
         )
@@ -304,8 +309,11 @@ class Document:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the compressed text on the device, in the dtype of the model where it is not quantized."""
-        return kvjax.cache_bytes(self.texts).device
+        """Bytes of the compressed text on the device, in the dtype of the model where it is not quantized.
+
+        A hybrid model's recurrent states count, here and in `full_cache_bytes`; budgets do not include them.
+        """
+        return kvjax.cache_bytes(self.texts).device + self.generator.recurrent_row_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -313,11 +321,16 @@ class Document:
         return kvjax.cache_bytes(self.texts).host
 
     @property
+    def read_bytes(self) -> int:
+        """Bytes of the compressed text that one decode step reads; the rows read copies of recurrent states."""
+        return sum(map(kvjax.read_bytes, self.texts))
+
+    @property
     def full_cache_bytes(self) -> int:
         """Bytes of a full bfloat16 cache of the text."""
-        return sum(
-            spec.full_cache_bytes(min(self.num_tokens, spec.window or self.num_tokens)) for spec in self.generator.specs
-        )
+        specs = self.generator.specs
+        caches = sum(spec.full_cache_bytes(min(self.num_tokens, spec.window or self.num_tokens)) for spec in specs)
+        return caches + self.generator.recurrent_row_bytes
 
     def save(self, directory: str | os.PathLike) -> None:
         """Saves the compressed text with its policy, budget and format, without the model's weights.
@@ -353,7 +366,8 @@ class Document:
             "max_new_tokens": self.max_new_tokens,
             "seed": self.seed,
         }
-        saves.save(0, {"texts": self.texts, "logits": self.logits}, _manifest(cache.llm), notes)
+        arrays = {"texts": self.texts, "logits": self.logits, "recurrent": self.recurrent}
+        saves.save(0, arrays, _manifest(cache.llm), notes)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -361,7 +375,7 @@ class Document:
         return {
             "cache_bytes": self.cache_bytes,
             "host_bytes": self.host_bytes,
-            "read_bytes": sum(map(kvjax.read_bytes, self.texts)),
+            "read_bytes": self.read_bytes,
             "full_cache_bytes": self.full_cache_bytes,
         }
 
@@ -434,7 +448,8 @@ def open_document(llm: "LanguageModel", directory: str | os.PathLike) -> Documen
         context_tokens=notes["context_tokens"],
     )
     state = generator.init_state()
-    arrays = saves.restore(step, {"texts": freeze_layers(state), "logits": state.logits})
+    like = {"texts": freeze_layers(state), "logits": state.logits, "recurrent": state.recurrent}
+    arrays = saves.restore(step, like)
     options = dict(notes["cache"])
     if isinstance(options["policy"], dict):
         options["policy"] = policy_of(options["policy"])
@@ -448,6 +463,7 @@ def open_document(llm: "LanguageModel", directory: str | os.PathLike) -> Documen
         template_options=notes["template_options"],
         max_new_tokens=notes["max_new_tokens"],
         seed=notes["seed"],
+        recurrent=arrays["recurrent"],
     )
 
 
@@ -463,6 +479,11 @@ def _manifest(llm: "LanguageModel") -> dict[str, Any]:
 def _as_tuple(value: Any) -> Any:
     """Returns lists of JSON as tuples."""
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+
+
+def _copy_to_rows(x: Array, rows: Array) -> Array:
+    """Returns a copy of an array of one row for as many rows as another one has."""
+    return jnp.copy(jnp.broadcast_to(x, rows.shape))
 
 
 def freeze_layers(state: GenerationState) -> tuple[kvjax.FrozenCache, ...]:

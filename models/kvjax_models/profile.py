@@ -36,7 +36,7 @@ from kvjax.combinators.head_budgets import Shares, retrieving_heads
 from kvjax.methods.top_k.kvzip import KVzip
 from kvjax_models import atomic_io, calibration_texts
 from kvjax_models.formats.tokenizer import Tokenizer
-from kvjax_models.generation.prefill import embed, prefill_layers
+from kvjax_models.generation.prefill import embed, prefill_layers, prefill_recurrent_layer
 from kvjax_models.generation.scorer import predict_log_scores as predict_log_scores
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import DecoderLayer, Llama
@@ -238,7 +238,7 @@ def _measure_chunks(
 ) -> Profile:
     """Returns the profile that token ids of texts give; without a scorer if `ridge` is None."""
     config = model.config
-    layers, kv_heads, dim = config.layers, config.kv_heads, config.head_dim
+    layers, kv_heads, dim = len(config.attention_layers), config.kv_heads, config.head_dim
     profile = Profile(
         head_needs=np.zeros((len(FRACTIONS), layers, kv_heads), np.float32),
         kept_mass=np.zeros(len(FRACTIONS), np.float32),
@@ -297,7 +297,7 @@ def head_needs(
 
 
 def read_layers(model: Llama, tokens: Sequence[int]) -> Iterator[LayerSample | None]:
-    """Yields the measurements of each layer of a text.
+    """Yields the measurements of each layer with attention of a text.
 
     Args:
         model: the decoder.
@@ -306,17 +306,19 @@ def read_layers(model: Llama, tokens: Sequence[int]) -> Iterator[LayerSample | N
     Yields:
         The measurements; None for layers with a sliding window.
     """
-    count, layers = len(tokens), model.config.layers
+    count, numbers = len(tokens), model.config.attention_layers
     padded, lengths = np.asarray([tokens], np.int32), jnp.array([count])
     repeat = KVzip(budget=count).requires.repetition
     x = embed(model, padded.reshape(1, 1, count))
-    inputs = _attention_inputs(model.layers[0], model.config.rotary(0, count), x)
-    for number, layer in enumerate(prefill_layers(model, padded, lengths, count, [0] * layers, repeat)):
+    for number in range(numbers[0]):  # of a hybrid model
+        x, _ = prefill_recurrent_layer(model.layers[number], None, x, lengths)
+    inputs = _attention_inputs(model.layers[numbers[0]], model.config.rotary(numbers[0], count), x)
+    for index, layer in enumerate(prefill_layers(model, padded, lengths, count, [0] * len(numbers), repeat)):
         received = None if layer.repeated is None else layer.repeated.received
         yield None if received is None else LayerSample(np.asarray(received[0, :, :count]), *inputs)
-        if number + 1 < layers:  # before the next step donates the residual stream
-            rotary = model.config.rotary(number + 1, count)
-            inputs = _attention_inputs(model.layers[number + 1], rotary, layer.x)
+        if index + 1 < len(numbers):  # before the next step donates the residual stream
+            number = numbers[index + 1]
+            inputs = _attention_inputs(model.layers[number], model.config.rotary(number, count), layer.x)
 
 
 @functools.partial(jax.jit, static_argnames=("rotary",))
@@ -335,7 +337,9 @@ def _attention_inputs(
 
 
 def _layers_without_window(model: Llama) -> list[int]:
-    return [number for number in range(model.config.layers) if model.config.window(number) is None]
+    """Returns the positions of layers without a sliding window among those with attention."""
+    numbers = enumerate(model.config.attention_layers)
+    return [index for index, number in numbers if model.config.window(number) is None]
 
 
 def profile_key(model: Llama) -> str:
@@ -516,7 +520,8 @@ def _header(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
 
 def _are_valid(arrays: Mapping[str, np.ndarray], config: LlamaConfig) -> bool:
     """Returns whether the arrays of a file have the sizes of a model and possible values."""
-    layers, kv_heads, query_heads, dim = config.layers, config.kv_heads, config.query_heads, config.head_dim
+    layers, kv_heads = len(config.attention_layers), config.kv_heads
+    query_heads, dim = config.query_heads, config.head_dim
     shapes = {
         "head_needs": (len(FRACTIONS), layers, kv_heads),
         "kept_mass": (len(FRACTIONS),),

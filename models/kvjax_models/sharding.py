@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from kvjax.distributed.collectives import SEQUENCE, TENSOR
-from kvjax.distributed.sharding import DATA, ROWS, check_axes
+from kvjax.distributed.sharding import DATA, ROWS, check_axes, shardings
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import DecoderLayer, Llama
 
@@ -23,8 +23,13 @@ KV_SPEC = PartitionSpec(DATA, TENSOR)  # [B, H_kv, ...]
 
 # The sharded axis of each parameter, counted from the last axis, by the names of its module and of itself. Kernels
 # [in, out] are sharded along `out` before attention or the activation and along `in` after it; qkv kernels
-# [W, H_kv, G + 2, D] along KV heads. All other parameters are replicated.
+# [W, H_kv, G + 2, D] along KV heads. Parameters of the gated delta rule are sharded along key heads [..., H, C]. All
+# other parameters are replicated.
 _SHARDED_AXIS = {
+    **{(module, "kernel"): -2 for module in ("qkvz", "ba", "out")},
+    ("mixer", "convolution"): -2,
+    **{("mixer", name): -1 for name in ("log_rate", "decay_bias")},
+    **{("output_gate", name): -1 for name in ("kernel", "bias")},
     **{("qkv", name): -3 for name in ("kernel", "bias")},
     **{(module, name): -1 for module in ("gate_up", "gate", "up") for name in ("kernel", "bias")},
     ("head", "kernel"): -1,
@@ -94,6 +99,19 @@ def constrain_to_batch(x: Array, mesh: Mesh | None) -> Array:
         The array.
     """
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, ROWS))
+
+
+def constrain_states(states: Any, mesh: Mesh | None) -> Any:
+    """Constrains states to the shardings of their annotations (`kvjax.distributed.sharding`).
+
+    Args:
+        states: states, such as `gated_delta.RecurrentState`.
+        mesh: the mesh; None for a single device.
+
+    Returns:
+        The states.
+    """
+    return states if mesh is None else jax.lax.with_sharding_constraint(states, shardings(states, mesh))
 
 
 def constrain_replicated(x: Array, mesh: Mesh | None) -> Array:
@@ -195,7 +213,9 @@ def parameter_specs(parameters: Any, query_heads: int, mesh: Mesh) -> Any:
             # Devices that share a KV head need all of its projection: each takes a part of the input axis.
             inputs = (dividing_axes(leaf.shape[0], (SEQUENCE,)),) if name == "kernel" else ()
             return PartitionSpec(*inputs, dividing_axes(leaf.shape[axis], (TENSOR,)))
-        size = query_heads if module == "output" else leaf.shape[axis]
+        if module in ("qkvz", "ba", "mixer", "out"):
+            return PartitionSpec(*[None] * axis, dividing_axes(leaf.shape[axis], (TENSOR,)))
+        size = query_heads if module in ("output", "output_gate") else leaf.shape[axis]
         return PartitionSpec(*[None] * axis, dividing_axes(size, (TENSOR, SEQUENCE), (TENSOR,)))
 
     return jax.tree_util.tree_map_with_path(parameter_spec, parameters)

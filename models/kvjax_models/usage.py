@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-import kvjax
 from kvjax_models.engine import Engine, FinishReason, Output, TokenLogprobs
 from kvjax_models.stopwatch import Stopwatch
 
@@ -157,7 +156,7 @@ def _sizes(engine: Engine, document: "Document | None") -> dict[str, int]:
     sizes = engine.cache_sizes
     if document is None:
         return sizes
-    read_bytes = sizes["read_bytes"] + sum(map(kvjax.read_bytes, document.texts))
+    read_bytes = sizes["read_bytes"] + document.read_bytes
     full_bytes = sizes["full_cache_bytes"] + document.full_cache_bytes
     held = document.cache_bytes + document.host_bytes
     return sizes | {"read_bytes": read_bytes, "full_cache_bytes": full_bytes, "document_bytes": held}

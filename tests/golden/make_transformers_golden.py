@@ -63,6 +63,10 @@ WRONG_FEATURES = {
     "hunyuan_v1_dense": [{"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}],
     "granite_swa": [{"layer_rope_theta": [10000.0, 100.0, 10000.0]}, {"layer_rope_theta": [0, 100.0, 100.0]}],
     "seed_oss": [{"attention_bias": False}],
+    "qwen3_5": [
+        {"rope_parameters": families.QWEN3_5.values["rope_parameters"] | {"partial_rotary_factor": 0.5}},
+        {"rms_norm_eps": 1e-2},
+    ],
     "granite": [{"residual_multiplier": 0.6}, {"logits_scaling": 1.6}],
     "gemma4": [
         {"sliding_window": 9},

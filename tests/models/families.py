@@ -26,6 +26,7 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 16}
+_HYBRIDS = ("qwen3_5", "qwen3_next")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,10 +152,29 @@ MINIMAX_M2 = _family(
     rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
 )  # fmt: skip
 
+QWEN3_5 = _family(
+    "qwen3_5", "Qwen3_5", num_hidden_layers=4, full_attention_interval=2, head_dim=16, attention_bias=True,
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12,
+    rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
+    tie_word_embeddings=False,
+)  # fmt: skip
+QWEN3_5 = dataclasses.replace(QWEN3_5, config_class="Qwen3_5TextConfig")
+_EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20,
+}  # fmt: skip
+QWEN3_NEXT = dataclasses.replace(
+    QWEN3_5, name="qwen3_next", config_class="Qwen3NextConfig", model_class="Qwen3NextForCausalLM",
+    values=QWEN3_5.values | _EXPERTS | {"mlp_only_layers": [1]},
+)  # fmt: skip
+QWEN3_5_MOE = dataclasses.replace(
+    QWEN3_5, name="qwen3_5_moe", config_class="Qwen3_5MoeTextConfig", model_class="Qwen3_5MoeForCausalLM",
+    values={key: value for key, value in QWEN3_5.values.items() if key != "intermediate_size"} | _EXPERTS,
+)  # fmt: skip
+
 GOLDEN = (
     LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, QWEN3_MOE, MIXTRAL, GPT_OSS, GLM, GLM4, PHI3, OLMO2,
     OLMO3, SMOLLM3, GRANITE, MINISTRAL, SEED_OSS, MINISTRAL3, EXAONE4, ERNIE4_5, HUNYUAN_V1_DENSE, ARCEE, GRANITE_SWA,
-    GEMMA4, GEMMA4_EXPERTS, GLM4_MOE, DOTS1, MINIMAX_M2,
+    GEMMA4, GEMMA4_EXPERTS, GLM4_MOE, DOTS1, MINIMAX_M2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT,
 )  # fmt: skip
 # The golden files of these have one way of tying embeddings; live tests have both.
 _TIED_OR_NOT = (LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3)
@@ -188,6 +208,11 @@ LIVE = (
                  norm_topk_prob=False),
     DOTS1.but("dots1-defaults", norm_topk_prob=False, sliding_window=None, attention_bias=False),
     MINIMAX_M2.but("minimax_m2-rotary-dim", rotary_dim=4, rope_parameters=None),
+    QWEN3_5.but(
+        "qwen3_5-recurrent-last", attention_bias=False, tie_word_embeddings=True, linear_num_value_heads=2,
+        linear_conv_kernel_dim=2, num_hidden_layers=3,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+    ),
     LLAMA2.but("llama-biases", attention_bias=True, mlp_bias=True),
     MISTRAL.but("mistral-full", sliding_window=None),
     QWEN2.but("qwen2-full", use_sliding_window=False),
@@ -216,9 +241,13 @@ def write(family: Family, directory: pathlib.Path, seed: int = 0, bfloat16: bool
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim == 1:
                 values = 0.5 * noise if name.endswith("bias") else 1 + 0.3 * noise
+                if name.endswith("A_log"):  # states that forget slowly
+                    values = noise - 2
+                elif family.name.startswith(_HYBRIDS) and name.endswith("norm.weight") and "linear_attn" not in name:
+                    values = 0.3 * noise  # the weight is 1 + w
             else:
                 gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
-                values = gain * noise / parameter.shape[1] ** 0.5
+                values = gain * noise / (parameter.shape[2] if "conv1d" in name else parameter.shape[1]) ** 0.5
                 if "embed_tokens" in name or "lm_head" in name:
                     values = 2 * values
             parameter.copy_(values.to(torch.bfloat16).float() if bfloat16 else values)

@@ -101,7 +101,8 @@ def assert_sharded(state, mesh):
 @pytest.mark.parametrize("marker", ["not heavy", heavy("heavy")])
 def test_with_eight_devices(marker):
     flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}", "JAX_PLATFORMS": "cpu"} | support.THREADS
-    files = [str(ROOT / "tests" / "models" / f"test_{name}.py") for name in ("generate_sharded", "sequence_parallel")]
+    names = ("generate_sharded", "sequence_parallel", "hybrid_sharded")
+    files = [str(ROOT / "tests" / "models" / f"test_{name}.py") for name in names]
     command = [sys.executable, "-m", "pytest", "-n", "0", "-m", marker, *files]
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ | flags, check=False)
     assert result.returncode == 0, result.stdout[-5000:]

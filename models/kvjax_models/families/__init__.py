@@ -5,6 +5,7 @@
 
 from kvjax_models.families.arcee import ARCEE
 from kvjax_models.families.config_values import FULL_ATTENTION as FULL_ATTENTION
+from kvjax_models.families.config_values import LINEAR_ATTENTION as LINEAR_ATTENTION
 from kvjax_models.families.config_values import SLIDING_ATTENTION as SLIDING_ATTENTION
 from kvjax_models.families.config_values import ConfigValues as ConfigValues
 from kvjax_models.families.dots1 import DOTS1
@@ -25,12 +26,14 @@ from kvjax_models.families.mistral import MINISTRAL, MISTRAL, MIXTRAL
 from kvjax_models.families.olmo import OLMO2, OLMO3
 from kvjax_models.families.phi3 import PHI3
 from kvjax_models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from kvjax_models.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
+from kvjax_models.families.qwen3_next import QWEN3_NEXT
 from kvjax_models.families.seed_oss import SEED_OSS
 from kvjax_models.families.smollm3 import SMOLLM3
 
 _FAMILIES = (
     LLAMA, MISTRAL, MINISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GPT_OSS, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, PHI3,
     OLMO2, OLMO3, SMOLLM3, GRANITE, SEED_OSS, MINISTRAL3, EXAONE4, ERNIE4_5, HUNYUAN_V1_DENSE, ARCEE, GRANITE_SWA,
-    GEMMA4, GEMMA4_UNIFIED, GLM4_MOE, DOTS1, MINIMAX_M2,
+    GEMMA4, GEMMA4_UNIFIED, GLM4_MOE, DOTS1, MINIMAX_M2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT,
 )  # fmt: skip
 FAMILIES = {family.model_type: family for family in _FAMILIES}

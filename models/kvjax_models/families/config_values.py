@@ -3,7 +3,8 @@
 import math
 from typing import Any
 
-FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # entries of `layer_types`
+# Entries of `layer_types`; the last one is a gated delta rule.
+FULL_ATTENTION, SLIDING_ATTENTION, LINEAR_ATTENTION = "full_attention", "sliding_attention", "linear_attention"
 MAX_INTEGER = 2**31 - 1  # positions and token ids are int32
 
 

@@ -22,6 +22,14 @@ MODULES: dict[Path, str | tuple[str, ...]] = {
     ("attention", "query_norm"): "self_attn.q_norm",
     ("attention", "key_norm"): "self_attn.k_norm",
     ("attention", "sinks"): "self_attn.sinks",
+    ("attention", "output_gate"): "self_attn.q_proj",  # the second half of every head
+    ("mixer", "qkvz"): ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    ("mixer", "ba"): ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    ("mixer", "convolution"): "linear_attn.conv1d.weight",
+    ("mixer", "log_rate"): "linear_attn.A_log",
+    ("mixer", "decay_bias"): "linear_attn.dt_bias",
+    ("mixer", "scale"): "linear_attn.norm.weight",
+    ("mixer", "out"): "linear_attn.out_proj",
     ("mlp_norm",): "post_attention_layernorm",
     ("mlp", "router"): "mlp.gate",
     ("mlp", "router", "selection_bias"): "mlp.gate.e_score_correction_bias",
@@ -107,6 +115,7 @@ class Family:
         activations: values of `hidden_act`, and those of `LlamaConfig.activation`.
         more_fields: computes further fields, and refuses values that the decoder does not implement.
         layer_types: computes the attention type of every layer from other keys than `layer_types`.
+        is_hybrid: whether layers may have a gated delta rule in place of attention.
         reads_layer_types: whether the key `layer_types` has precedence; transformers ignores it in the other families.
         partial_rotary: whether only a part of each head may be rotated.
         rope_keys: further keys of the rotary embedding that are understood, or that change nothing.
@@ -131,6 +140,7 @@ class Family:
     activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: ACTIVATIONS)
     more_fields: Callable[[ConfigValues], Mapping[str, Any]] = lambda values: {}
     layer_types: Callable[[ConfigValues], list[str]] = full_layers
+    is_hybrid: bool = False
     reads_layer_types: bool = False
     partial_rotary: bool = False
     rope_keys: tuple[str, ...] = ()

@@ -28,7 +28,7 @@ def _all_layers(values: ConfigValues) -> list[str]:
     return sliding_layers(values) if values.boolean("use_sliding_window") else full_layers(values)
 
 
-def _dense_layers(values: ConfigValues) -> dict[str, Any]:
+def dense_layers(values: ConfigValues) -> dict[str, Any]:
     """Returns the layers that have a single MLP.
 
     Raises:
@@ -82,7 +82,7 @@ QWEN3_MOE = Family(
         "moe_intermediate_size": "expert_width",
         "norm_topk_prob": "normalize_expert_weights",
     },
-    more_fields=_dense_layers,
+    more_fields=dense_layers,
     layer_types=_all_layers,
     aliases={"num_local_experts": "num_experts"},  # since transformers 5
     other_keys=("mlp_only_layers", "use_sliding_window"),

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.spec import MAX_TOKENS
-from kvjax_models.families import FAMILIES, FULL_ATTENTION, SLIDING_ATTENTION, ConfigValues, Family
+from kvjax_models.families import FAMILIES, FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION, ConfigValues, Family
 from kvjax_models.formats import config_keys, rope_config
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.rotary import RopeScaling
 
 # Multimodal models, and the model types of their text decoders.
-_MULTIMODAL = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
+_MULTIMODAL = {name: f"{name}_text" for name in ("gemma3", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe")}
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # The types of the fields of `LlamaConfig` decide how the values of their keys are read.
 _TYPES = typing.get_type_hints(LlamaConfig)
@@ -91,7 +91,7 @@ def parse_config(values: Mapping[str, Any]) -> LlamaConfig:
         "max_length": _max_length(values, fields["rope_scaling"]),
         "norm_epsilon": values.number("rms_norm_eps"),
         "tied_embeddings": values.boolean("tie_word_embeddings"),
-        "windows": _windows(family, values),
+        **_layer_kinds(family, values),
     }
     return LlamaConfig(**(sizes | fields))
 
@@ -166,8 +166,8 @@ def _max_length(values: ConfigValues, scaling: RopeScaling | None) -> int:
     return max(max_length, int(scaling.factor * scaling.original_length))
 
 
-def _windows(family: Family, values: ConfigValues) -> tuple[int | None, ...]:
-    """Returns the sliding window of every layer, () if all layers have full attention.
+def _layer_kinds(family: Family, values: ConfigValues) -> dict[str, tuple[Any, ...]]:
+    """Returns the layers without attention, and the sliding window of every layer, () if there are none.
 
     Args:
         family: family of the model.
@@ -181,11 +181,12 @@ def _windows(family: Family, values: ConfigValues) -> tuple[int | None, ...]:
         kinds = listed
     elif listed is not None and listed != kinds:
         raise ValueError(f"layer_types={listed} is not supported for {family.model_type}: its layers are equal")
-    if unknown := {str(kind) for kind in kinds} - {FULL_ATTENTION, SLIDING_ATTENTION}:
-        raise ValueError(
-            f"layer_types={sorted(unknown)} is not supported; supported: {FULL_ATTENTION}, {SLIDING_ATTENTION}"
-        )
+    supported = (FULL_ATTENTION, LINEAR_ATTENTION) if family.is_hybrid else (FULL_ATTENTION, SLIDING_ATTENTION)
+    if unknown := {str(kind) for kind in kinds} - {*supported}:
+        raise ValueError(f"layer_types={sorted(unknown)} is not supported; supported: {', '.join(supported)}")
+    recurrent = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR_ATTENTION)
     if SLIDING_ATTENTION not in kinds:
-        return ()
+        return {"recurrent_layers": recurrent, "windows": ()}
     window = min(values.integer("sliding_window"), MAX_TOKENS)
-    return tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)
+    windows = tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)
+    return {"recurrent_layers": recurrent, "windows": windows}

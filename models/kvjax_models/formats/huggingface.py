@@ -21,8 +21,9 @@ from kvjax_models.model.llama import Llama
 
 CONFIG_FILE, SINGLE_FILE, INDEX_FILE = "config.json", "model.safetensors", "model.safetensors.index.json"
 
-# Buffers that old versions of transformers saved; they follow from the configuration.
-_IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq")
+# Buffers that old versions of transformers saved, which follow from the configuration, and layers that predict several
+# tokens, which transformers ignores, too.
+_IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|model\.rotary_emb\.inv_freq|mtp\..*")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,9 @@ T = TypeVar("T")
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 _MODULES: dict[Path, str] = {("embedding",): "model.embed_tokens", ("norm",): "model.norm", ("head",): "lm_head"}
-_VISION_TENSOR = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|audio_tower|embed_audio)\.")
+_VISION_TENSOR = re.compile(
+    r"(model\.)?(vision_tower|multi_modal_projector|embed_vision|audio_tower|embed_audio|visual)\."
+)
 _LAYER_NUMBER = re.compile(r"(?:model\.layers|blk)\.(\d+)\.")
 _FP4_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 FP4_VALUES = np.concatenate([_FP4_MAGNITUDES, -_FP4_MAGNITUDES])
@@ -69,7 +71,7 @@ def parameter_rules(
 
 def select_text_tensors(tensors: Mapping[str, T]) -> dict[str, T]:
     """Returns the tensors of a multimodal model's text decoder (Gemma 3), named as in a text-only model."""
-    if not any(_VISION_TENSOR.match(name) for name in tensors):
+    if not any(_VISION_TENSOR.match(name) or name.startswith("model.language_model.") for name in tensors):
         return dict(tensors)
     return {_text_name(name): tensor for name, tensor in tensors.items() if not _VISION_TENSOR.match(name)}
 
@@ -133,14 +135,24 @@ def _rule(
     """Returns the rule of one parameter."""
     shape, leaf, in_layer = shapes[path], str(path[-1]), path[0] == "layers"
     config = config.of_layer(int(path[1])) if in_layer else config
+    if in_layer and leaf == "convolution":
+        return _convolution_rule(family, config, path, shape)
     if in_layer and (names := family.module_names(path[2:])):
         return TensorRule((path,), (f"model.layers.{path[1]}.{names[0]}",), (shape,), lambda tensors: [tensors[0]])
+    if in_layer and path[-2] in ("qkvz", "ba"):
+        return _delta_projection_rule(family, config, path, shape)
+    if in_layer and path[-2] == "output_gate":
+        return _gate_rule(family, config, path)
     if in_layer and path[-2] in ("qkv", "gate_up"):
         return _projection_rule(family, config, path, shape)
     if in_layer and path[-2] in ("gate", "up", "down") and len(shape) == (2 if leaf == "bias" else 3):
         [module] = family.module_names(("experts", path[-2]))
         name = f"model.layers.{path[1]}.{module}"
         if "{}" in module:
+            # Names of transformers 5, under which some models are published (Qwen3.5-MoE).
+            entire = f"{name.partition('.{}')[0]}.{'down' if path[-2] == 'down' else 'gate_up'}_proj"
+            if entire in stored:
+                return _concatenated_expert_rule(entire, path, shape)
             return _expert_rule(f"{name}.weight", path, shape)
         if family.concatenated_experts:
             return _concatenated_expert_rule(name, path, shape)
@@ -192,6 +204,7 @@ def _projection_rule(family: Family, config: LlamaConfig, path: Path, shape: Sha
     names = tuple(f"model.layers.{path[1]}.{module}.{leaf}" for module in modules)
     inputs = shape[:1] if leaf == "weight" else ()
     heads = (config.kv_heads,) if is_attention else ()
+    has_gate = is_attention and config.attention_gate
     counts = (config.query_heads // config.kv_heads, 1, 1) if is_attention else (1,) * shape[-2]
     widths = [math.prod(heads) * count * shape[-1] for count in counts]
     rotated = (True, True, False) if is_attention else (False,) * shape[-2]
@@ -201,14 +214,78 @@ def _projection_rule(family: Family, config: LlamaConfig, path: Path, shape: Sha
         """Concatenates the projections in the `tensors` of a file into one parameter."""
         parts = np.split(tensors[0], np.cumsum(widths)[:-1]) if fused else tensors
         parts = [*parts, parts[1]] if keys_as_values else parts
+        if has_gate:
+            parts = [_split_gate(parts[0], config)[0], *parts[1:]]
         arrays = [
             _permute(part.T, order).reshape(*inputs, *heads, count, shape[-1])
             for part, order, count in zip(parts, orders, counts, strict=True)
         ]
         return [np.concatenate(arrays, axis=-2)]
 
+    widths = [2 * widths[0], *widths[1:]] if has_gate else widths
     sizes = [(width, *inputs) for width in ([sum(widths)] if fused else widths[: len(names)])]
     return TensorRule((path,), names, tuple(sizes), read)
+
+
+def _split_gate(tensor: np.ndarray, config: LlamaConfig) -> list[np.ndarray]:
+    """Returns queries and output gates of a projection [H_q * 2D, ...] that has both of each head in turn."""
+    heads = tensor.reshape(config.query_heads, 2, config.head_dim, *tensor.shape[1:])
+    return [heads[:, part].reshape(-1, *tensor.shape[1:]) for part in range(2)]
+
+
+def _gate_rule(family: Family, config: LlamaConfig, path: Path) -> TensorRule:
+    """Returns the rule of the output gate of attention, which is a part of the query projection."""
+    [module], leaf = family.module_names(path[2:-1]), "bias" if path[-1] == "bias" else "weight"
+    shape = (2 * config.query_heads * config.head_dim, *(() if leaf == "bias" else (config.width,)))
+
+    def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return [_split_gate(tensors[0], config)[1].T]
+
+    return TensorRule((path,), (f"model.layers.{path[1]}.{module}.{leaf}",), (shape,), read)
+
+
+def _delta_projection_rule(family: Family, config: LlamaConfig, path: Path, shape: Shape) -> TensorRule:
+    """Returns the rule of a fused projection [in, H, out] of the gated delta rule.
+
+    The file has one tensor, in which every key head has its outputs in turn, or several, in which every kind of output
+    has its heads in turn: queries, keys and values in one tensor, and gates in another one.
+    """
+    modules, sizes = family.module_names(path[2:-1]), config.gated_delta
+    assert sizes is not None
+    inputs, heads, outputs = shape
+    gates = sizes.group_size * sizes.value_dim
+    kinds = ((outputs - gates, gates), (sizes.group_size,) * 2)[path[3] == "ba"]
+    names = tuple(f"model.layers.{path[1]}.{module}.weight" for module in modules)
+    if len(modules) == 1:
+        return TensorRule(
+            (path,), names, ((heads * outputs, inputs),), lambda tensors: [tensors[0].T.reshape(inputs, heads, outputs)]
+        )
+
+    def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Arranges the outputs in the `tensors` of a file by key head."""
+        parts = tensors if path[3] == "ba" else [*_split_by_kind(tensors[0], config), tensors[1]]
+        return [np.concatenate([part.T.reshape(inputs, heads, -1) for part in parts], axis=-1)]
+
+    return TensorRule((path,), names, tuple((heads * width, inputs) for width in kinds), read)
+
+
+def _convolution_rule(family: Family, config: LlamaConfig, path: Path, shape: Shape) -> TensorRule:
+    """Returns the rule of the convolution [k, H, C], stored as [H * C, 1, k] for queries, keys and values."""
+    kernel_size, heads, channels = shape
+    [name] = family.module_names(path[2:])
+
+    def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
+        parts = _split_by_kind(tensors[0][:, 0], config)
+        return [np.concatenate([part.reshape(heads, -1, kernel_size) for part in parts], axis=1).transpose(2, 0, 1)]
+
+    return TensorRule((path,), (f"model.layers.{path[1]}.{name}",), ((heads * channels, 1, kernel_size),), read)
+
+
+def _split_by_kind(tensor: np.ndarray, config: LlamaConfig) -> list[np.ndarray]:
+    """Returns the rows of queries, keys and values of the gated delta rule."""
+    assert config.gated_delta is not None
+    keys = config.gated_delta.key_heads * config.gated_delta.key_dim
+    return np.split(tensor, [keys, 2 * keys])
 
 
 def _expert_rule(name: str, path: Path, shape: Shape) -> TensorRule:

@@ -21,7 +21,8 @@ from kvjax.shared.staging import Counters
 from kvjax_models.generation.sampling import MAX_LOGPROBS, SampledTokens, is_finite, sample, with_answer, with_prompt
 from kvjax_models.generation.scorer import predict_log_scores
 from kvjax_models.generation.state import GenerationState, constrain_state
-from kvjax_models.model.llama import DecoderLayer, Llama
+from kvjax_models.model.gated_delta import RecurrentState
+from kvjax_models.model.llama import DecoderLayer, Llama, RecurrentLayer
 from kvjax_models.model.rotary import Rotary, rotation
 from kvjax_models.sharding import constrain_replicated, constrain_to_batch, replicate
 
@@ -30,9 +31,9 @@ MIN_LAYERS = 16
 NO_TOKEN = -1  # in blocks of new tokens, after the end of a finished sequence
 Scorer: TypeAlias = Float[Array | np.ndarray, "L W+2 H_kv"]  # `profile.Profile.scorer`
 
-Texts: TypeAlias = tuple[kvjax.FrozenCache, ...] | None  # the frozen texts that rows continue, one per layer
+Texts: TypeAlias = tuple[kvjax.FrozenCache, ...] | None  # the frozen texts that rows continue, one per cache
 
-M = TypeVar("M", Llama, DecoderLayer)
+M = TypeVar("M", Llama, DecoderLayer, RecurrentLayer)
 
 
 @jax.tree_util.register_dataclass
@@ -50,11 +51,11 @@ class _Flat(Generic[M]):
 
 
 class _Layer(NamedTuple):
-    """What a layer's program takes of the model."""
+    """What a layer's program takes of the model; layers without attention have neither rotary embedding nor scorer."""
 
-    module: _Flat[DecoderLayer]
-    rotary: Rotary
-    scorer: Float[Array, "W+2 H_kv"] | None
+    module: _Flat[Any]
+    rotary: Rotary | None = None
+    scorer: Float[Array, "W+2 H_kv"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +83,11 @@ def split_model(model: Llama, scorer: Scorer | None, context_tokens: int) -> Spl
         scorer: coefficients of predicted scores, for policies that require them.
         context_tokens: maximum number of tokens of a sequence, as in the state.
     """
-    scorers = (None,) * len(model.layers) if scorer is None else tuple(scorer)
-    rotaries = [model.config.rotary(number, context_tokens) for number in range(len(model.layers))]
-    parts = zip(model.layers, rotaries, scorers, strict=True)
-    layers = tuple(_Layer(_flatten(layer), rotary, one) for layer, rotary, one in parts)
-    return SplitModel(model, _flatten(model.without_layers()), layers, scorer)
+    layers, attention_layers = [_Layer(_flatten(layer)) for layer in model.layers], model.config.attention_layers
+    scorers = (None,) * len(attention_layers) if scorer is None else tuple(scorer)
+    for number, one in zip(attention_layers, scorers, strict=True):
+        layers[number] = layers[number]._replace(rotary=model.config.rotary(number, context_tokens), scorer=one)
+    return SplitModel(model, _flatten(model.without_layers()), tuple(layers), scorer)
 
 
 def _flatten(module: M) -> _Flat[M]:
@@ -202,7 +203,7 @@ def runs_by_layer(state: GenerationState, mesh: Mesh | None) -> bool:
         mesh: mesh of the state.
     """
     on_cpu = mesh is None and all(device.platform == "cpu" for device in state.positions.devices())
-    return on_cpu and len(state.layers) >= MIN_LAYERS
+    return on_cpu and len(state.layers) + len(state.recurrent) >= MIN_LAYERS
 
 
 def _commit(state: GenerationState, tokens: Array, lengths: Array) -> tuple[Array, Array]:
@@ -219,9 +220,9 @@ def _append_by_layer(
     texts: Texts,
 ) -> tuple[GenerationState, Float[Array, "B T W"]]:
     """Returns the state after a block, and the residual stream of its tokens."""
-    x, state = _step_layers(split, state, _embed(split.outer, mesh, tokens), lengths, texts)
-    rows = _last_logits(split.outer, dataclasses.replace(state, layers=()), x, tokens, lengths)
-    return constrain_state(dataclasses.replace(rows, layers=state.layers), mesh), x
+    x, state = _step_layers(split, mesh, state, _embed(split.outer, mesh, tokens), lengths, texts)
+    rows = _last_logits(split.outer, dataclasses.replace(state, layers=(), recurrent=()), x, tokens, lengths)
+    return constrain_state(dataclasses.replace(rows, layers=state.layers, recurrent=state.recurrent), mesh), x
 
 
 def _append_block(
@@ -313,26 +314,39 @@ def _decode_step(
     split: SplitModel, mesh: Mesh | None, eos: tuple[int, ...], state: GenerationState, texts: Texts
 ) -> tuple[GenerationState, SampledTokens]:
     """Samples a token from the logits and computes the next logits; returns the state and the tokens."""
-    rows, sampled, x, lengths = _sample_token(split.outer, mesh, eos, dataclasses.replace(state, layers=()))
-    x, state = _step_layers(split, dataclasses.replace(rows, layers=state.layers), x, lengths, texts)
+    rows = dataclasses.replace(state, layers=(), recurrent=())
+    rows, sampled, x, lengths = _sample_token(split.outer, mesh, eos, rows)
+    rows = dataclasses.replace(rows, layers=state.layers, recurrent=state.recurrent)
+    x, state = _step_layers(split, mesh, rows, x, lengths, texts)
     # Without `done`, which the host reads while the layers run.
-    rest: dict[str, Any] = {"layers": (), "done": ()}
+    rest: dict[str, Any] = {"layers": (), "recurrent": (), "done": ()}
     rows = _next_logits(split.outer, dataclasses.replace(state, **rest), sampled.token, x, lengths)
-    return dataclasses.replace(rows, layers=state.layers, done=state.done), sampled
+    return dataclasses.replace(rows, **{name: getattr(state, name) for name in rest}), sampled
 
 
 def _step_layers(
-    split: SplitModel, state: GenerationState, x: Float[Array, "B T W"], lengths: Int[Array, "B"], texts: Texts
+    split: SplitModel,
+    mesh: Mesh | None,
+    state: GenerationState,
+    x: Float[Array, "B T W"],
+    lengths: Int[Array, "B"],
+    texts: Texts,
 ) -> tuple[Float[Array, "B T W"], GenerationState]:
-    """Appends tokens to every layer's cache; returns the residual stream and the state with the new caches."""
-    layers, counters, positions = [], state.counters, state.positions
-    of_layers = (None,) * len(split.layers) if texts is None else texts
-    for (module, rotary, scorer), cache, text in zip(split.layers, state.layers, of_layers, strict=True):
+    """Computes the layers of new tokens; returns the residual stream, and the state with new caches and states."""
+    layers, recurrent, counters, positions = [], [], state.counters, state.positions
+    of_caches = (None,) * len(state.layers) if texts is None else texts
+    caches, states = zip(state.layers, of_caches, strict=True), iter(state.recurrent)
+    for module, rotary, scorer in split.layers:
+        if rotary is None:
+            x, new_state = step_recurrent_layer(module, mesh, next(states), x, lengths)
+            recurrent.append(new_state)
+            continue
+        cache, text = next(caches)
         used_scorer = scorer if cache.policy.requires.predicted_scores else None
         x, cache, new_counters = step_layer(module, rotary, cache, counters, x, positions, lengths, text, used_scorer)
         layers.append(cache)
     # Every layer counts the same tokens; XLA computes the counters once.
-    return x, dataclasses.replace(state, layers=tuple(layers), counters=new_counters)
+    return x, dataclasses.replace(state, layers=tuple(layers), recurrent=tuple(recurrent), counters=new_counters)
 
 
 # Nested in a larger program, the functions below are traced once and inlined by the compiler.
@@ -385,6 +399,30 @@ def step_layer(
     )
     x = constrain_to_batch(layer.finish(x, attended), stepped.mesh)
     return x, *split_counters(stepped)
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state", "x"))
+def step_recurrent_layer(
+    flat: _Flat[RecurrentLayer],
+    mesh: Mesh | None,
+    state: RecurrentState,
+    x: Float[Array, "B T W"],
+    lengths: Int[Array, "B"],
+) -> tuple[Float[Array, "B T W"], RecurrentState]:
+    """Computes a layer with a recurrent state.
+
+    Args:
+        flat: the layer.
+        mesh: mesh of the model.
+        state: its state before the tokens; donated.
+        x: residual stream of new tokens; donated.
+        lengths: number of these tokens of each row.
+
+    Returns:
+        The residual stream, and the state after the tokens.
+    """
+    x, state = flat.module(x, state, lengths)
+    return constrain_to_batch(x, mesh), state
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
@@ -473,6 +511,7 @@ PROGRAMS = (
     score_program,
     decode_program,
     step_layer,
+    step_recurrent_layer,
     _embed,
     _sample_token,
     _next_logits,

@@ -45,7 +45,7 @@ class Generator:
         model: the decoder, whose parameters may not be replaced after the first step. If they are sharded on a mesh
             (`sharding.shard_model`), so are the caches.
         policy: cache policy of all layers, or one per layer. Layers with a sliding window cache exactly their window
-            instead.
+            instead. Layers of hybrid models without attention have no cache and do not count.
         batch: number of batch rows.
         max_prompt_tokens: maximum length of the first prompt.
         max_new_tokens: maximum number of tokens after it, generated tokens and later prompts together.
@@ -94,7 +94,7 @@ class Generator:
                 raise ValueError(f"{name}={shorten(flag)} must be True or False")
         if self.prefill_chunk < 1:
             raise ValueError(f"prefill_chunk={self.prefill_chunk} must be at least 1 token")
-        layers, policy = self.config.layers, self.policy
+        layers, policy = len(self.config.attention_layers), self.policy
         if not isinstance(policy, Policy) and len(policy) != layers:
             raise ValueError(f"policy must be one policy, or one for each of {layers} layers, got {len(policy)}")
         for name, minimum in (("batch", 1), ("max_prompt_tokens", 1), ("max_new_tokens", 0)):
@@ -143,7 +143,7 @@ class Generator:
                 f"{scoring[0]} requires predicted scores, and the model has no scorer; run `kvjax calibrate`, and pass "
                 "the scorer of the profile to Generator"
             )
-        shape = (self.config.layers, self.config.width + 2, self.config.kv_heads)
+        shape = (len(self.config.attention_layers), self.config.width + 2, self.config.kv_heads)
         if scorer.shape != shape:
             raise ValueError(f"scorer has shape {scorer.shape}, expected [L, W+2, H_kv] = {shape}")
         is_abstract = isinstance(scorer, jax.ShapeDtypeStruct)  # of a generator that is only lowered
@@ -155,11 +155,18 @@ class Generator:
 
     @functools.cached_property
     def row_bytes(self) -> int:
-        """Device bytes of the caches of one batch row, over all layers."""
-        return sum(row_bytes(policy, spec) for policy, spec in zip(self.policies, self.specs, strict=True))
+        """Device bytes of the caches and recurrent states of one batch row, over all layers."""
+        caches = sum(row_bytes(policy, spec) for policy, spec in zip(self.policies, self.specs, strict=True))
+        return caches + self.recurrent_row_bytes
+
+    @functools.cached_property
+    def recurrent_row_bytes(self) -> int:
+        """Bytes of the recurrent states of one batch row; 0 for models that are not hybrid."""
+        dtype = self.model.embedding.param_dtype
+        return kvjax.cache_bytes(jax.eval_shape(lambda: state_lib.init_recurrent(self.config, 1, dtype))).device
 
     def cache_sizes(self, state: GenerationState) -> dict[str, int]:
-        """Returns the bytes of the caches of all rows, from shapes and dtypes.
+        """Returns the bytes of the caches of all rows, from shapes and dtypes; recurrent states count in all of them.
 
         Args:
             state: a state.
@@ -168,12 +175,13 @@ class Generator:
             `cache_bytes` on the device, `host_bytes` in host memory, `read_bytes` of one decode step, and
             `full_cache_bytes` of full bfloat16 caches of the same capacity.
         """
-        held = kvjax.cache_bytes(state.layers)
+        held, recurrent = kvjax.cache_bytes(state.layers), self.batch * self.recurrent_row_bytes
+        full = self.batch * sum(spec.full_cache_bytes(spec.capacity) for spec in self.specs)
         return {
-            "cache_bytes": held.device,
+            "cache_bytes": held.device + recurrent,
             "host_bytes": held.host,
-            "read_bytes": self._read_bytes,
-            "full_cache_bytes": self.batch * sum(spec.full_cache_bytes(spec.capacity) for spec in self.specs),
+            "read_bytes": self._read_bytes + recurrent,
+            "full_cache_bytes": full + recurrent,
         }
 
     @functools.cached_property
@@ -206,6 +214,7 @@ class Generator:
             state_lib.check_seed(seed),
             samplings,
             self.context_tokens,
+            state_lib.init_recurrent(self.config, self.batch, self.model.embedding.param_dtype, self.mesh),
         )
         return state if self.mesh is None else state_lib.shard_on_mesh(state, self.mesh)
 

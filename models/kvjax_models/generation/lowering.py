@@ -71,9 +71,10 @@ def lower_prefill(generator: Generator, tokens: int) -> tuple[jax.stages.Lowered
     """
     size = generator.padding_multiple(tokens)
     tokens, sequence_parallel = -(-tokens // size) * size, size > generator.prefill_chunk
-    number, layer = generator.config.layers - 1, generator.model.layers[-1]
+    number = generator.config.attention_layers[-1]
+    layer = generator.model.layers[number]
     batch, config, mesh = generator.batch, generator.config.of_layer(number), generator.mesh
-    num_queries = generator.policies[number].requires.num_prompt_queries(tokens)
+    num_queries = generator.policies[-1].requires.num_prompt_queries(tokens)
     rotary = config.rotary(number, generator.context_tokens)
     dtype = generator.model.embedding.param_dtype
     abstract = functools.partial(_abstract_array, mesh=mesh)
@@ -88,7 +89,7 @@ def lower_prefill(generator: Generator, tokens: int) -> tuple[jax.stages.Lowered
     queries = abstract((batch, num_queries, config.query_heads, config.head_dim), dtype, HEADS) if num_queries else None
     state = abstract_state(jax.eval_shape(generator.init_state), mesh)
     prefilled = PrefilledLayer(x, keys, keys, queries, sink_logits=layer.sink_logits, predicted_scores=scores)
-    return prefill, lower_compression(state.layers[number], state.counters, prefilled, lengths)
+    return prefill, lower_compression(state.layers[-1], state.counters, prefilled, lengths)
 
 
 def lower_append(generator: Generator, state: GenerationState) -> list[jax.stages.Lowered]:

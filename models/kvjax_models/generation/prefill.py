@@ -5,6 +5,7 @@ Beyond the caches, the keys and values of a single layer exist at a time.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -31,10 +32,12 @@ from kvjax_models.generation.sequence_parallel import (
 )
 from kvjax_models.model import flash_attention
 from kvjax_models.model.exact_attention import attend_in_chunks
-from kvjax_models.model.llama import DecoderLayer, Llama
+from kvjax_models.model.gated_delta import RecurrentState
+from kvjax_models.model.llama import DecoderLayer, Llama, RecurrentLayer
 from kvjax_models.model.rotary import Angles, Rotary, rotation
 from kvjax_models.sharding import (
     KV_SPEC,
+    constrain_states,
     constrain_to_batch,
     head_counts,
     mesh_of,
@@ -45,15 +48,19 @@ from kvjax_models.sharding import (
 
 
 class PrefilledLayer(NamedTuple):
-    """The results of one layer for prompts that are padded to N tokens."""
+    """The results of one layer with attention for prompts that are padded to N tokens.
 
-    x: Float[Array, "B M C W"]  # the residual stream in chunks; donated to the next layer
+    In a hybrid model, they include those of the layers without attention that follow it, and precede the first one.
+    """
+
+    x: Float[Array, "B M C W"]  # the residual stream in chunks after these layers; donated to the next one
     keys: Float[Array, "B N H_kv D"]
     values: Float[Array, "B N H_kv D"]
     queries: Float[Array, "B w H_q D"] | None  # of the last tokens, right-aligned, as many as were requested
     repeated: RepeatedPrompt | None = None  # projections of repetitions of the prompt
     sink_logits: Float[Array, "H_q"] | None = None
     predicted_scores: Float[Array, "B H_kv N"] | None = None  # float32 log scores of the tokens
+    recurrent: tuple[RecurrentState, ...] = ()  # states of the layers without attention after the prompts
 
 
 def prefill_layers(
@@ -67,6 +74,8 @@ def prefill_layers(
     scorer: Float[Array | np.ndarray, "L W+2 H_kv"] | None = None,
 ) -> Iterator[PrefilledLayer]:
     """Computes prompts layer by layer with exact attention.
+
+    In a hybrid model, only layers with attention count.
 
     Args:
         model: the decoder.
@@ -82,6 +91,9 @@ def prefill_layers(
 
     Yields:
         The results of each layer.
+
+    Raises:
+        ValueError: if `repeat` needs gradients through layers without attention.
     """
     mesh, (batch, count) = mesh_of(model), tokens.shape
     capacity = count if capacity is None else capacity
@@ -94,32 +106,73 @@ def prefill_layers(
             return embed(model, replicate(chunks, mesh))
         return embed(model, shard_array(chunks, NamedSharding(mesh, CHUNK_SPEC)), mesh)
 
+    text_x = sizes = None
     x = embed_chunks(tokens.reshape(batch, -1, size if sequence_parallel else chunk))
     if repeat is not None:
         block = repetition.BLOCK * (size // chunk if sequence_parallel else 1)
         texts, text_lengths = repetition.make_repetitions(repeat, tokens, np.asarray(lengths), block)
         text_x, sizes = embed_chunks(texts.reshape(batch, -1, block)), replicate(text_lengths, mesh)
     needs_gradients = repeat is not None and repeat.weights == "gradient"
+    if needs_gradients and model.config.recurrent_layers:
+        raise ValueError("the policy scores with gradients, which pass layers with attention only; use another policy")
     text_inputs: list[Array] = []
     results: list[PrefilledLayer] = []
-    for number, (layer, layer_queries) in enumerate(zip(model.layers, num_queries, strict=True)):
-        rotary = model.config.rotary(number, capacity)
-        layer_scorer = None if scorer is None else scorer[number]
+    numbers = model.config.attention_layers
+    before, between = model.layers[: numbers[0]], itertools.pairwise((*numbers, model.config.layers))
+    x, text_x, leading = _compute_recurrent_layers(before, mesh, x, lengths, text_x, sizes)
+    following = [model.layers[first + 1 : last] for first, last in between]
+    for index, (number, layer_queries) in enumerate(zip(numbers, num_queries, strict=True)):
+        layer, rotary = model.layers[number], model.config.rotary(number, capacity)
+        layer_scorer = None if scorer is None else scorer[index]
         result = prefill_layer(layer, rotary, mesh, sequence_parallel, layer_queries, x, lengths, layer_scorer)
         x, result = result.x, result._replace(sink_logits=layer.sink_logits)
         if repeat is not None:
             if needs_gradients:
+                assert text_x is not None
                 text_inputs.append(jnp.copy(text_x))
             text_x, repeated = repetition.repeat_layer(
                 layer, repeat, rotary, mesh, sequence_parallel, text_x, result.keys, result.values, lengths, sizes
             )
             result = result._replace(repeated=repeated)
+        x, text_x, states = _compute_recurrent_layers(following[index], mesh, x, lengths, text_x, sizes)
+        result = result._replace(x=x, recurrent=states if index else leading + states)
         if needs_gradients:
             results.append(result)
         else:
             yield result
     if needs_gradients:
+        assert text_x is not None and sizes is not None
         yield from _add_gradients(model, results, text_inputs, text_x, lengths, sizes, capacity)
+
+
+def _compute_recurrent_layers(
+    layers: Sequence[RecurrentLayer],
+    mesh: Mesh | None,
+    x: Float[Array, "B M C W"],
+    lengths: Int[Array, "B"],
+    text_x: Float[Array, "B M C W"] | None,
+    sizes: Int[Array, "B texts"] | None,
+) -> tuple[Float[Array, "B M C W"], Float[Array, "B M C W"] | None, tuple[RecurrentState, ...]]:
+    """Computes consecutive layers without attention.
+
+    Args:
+        layers: the layers; () changes nothing.
+        mesh: mesh of the model.
+        x: residual stream of the prompts.
+        lengths: lengths of the prompts.
+        text_x: residual stream of the repetitions; None without repetitions.
+        sizes: lengths of the repetitions.
+
+    Returns:
+        Both residual streams, and the states of the layers after the prompts.
+    """
+    states: list[RecurrentState] = []
+    for layer in layers:
+        x, state = prefill_recurrent_layer(layer, mesh, x, lengths)
+        states.append(state)
+        if text_x is not None:
+            text_x = repetition.repeat_recurrent_layer(layer, mesh, text_x, state, sizes)
+    return x, text_x, tuple(states)
 
 
 def _add_gradients(
@@ -277,6 +330,34 @@ def prefill_layer(
     run = with_gathered_parameters(prefill, mesh, layer, layer.attention.query_heads, *specs)
     x, keys, values, queries, scores = run(x, lengths, scorer)
     return PrefilledLayer(x, keys, values, queries, predicted_scores=scores)
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("x",))
+def prefill_recurrent_layer(
+    layer: RecurrentLayer, mesh: Mesh | None, x: Float[Array, "B M C W"], lengths: Int[Array, "B"]
+) -> tuple[Float[Array, "B M C W"], RecurrentState]:
+    """Computes one layer without attention of entire prompts, chunk by chunk.
+
+    Args:
+        layer: the layer.
+        mesh: mesh of the model.
+        x: residual stream in chunks; donated.
+        lengths: lengths of the prompts.
+
+    Returns:
+        The new residual stream, and the states after the prompts.
+    """
+    size = x.shape[2]
+
+    def step(state: RecurrentState, chunk: tuple[Array, Array]) -> tuple[RecurrentState, Array]:
+        """Computes one chunk, given its number and its residual stream."""
+        number, x = chunk
+        y, state = layer(x, state, jnp.clip(lengths - number * size, 0, size))
+        return constrain_states(state, mesh), constrain_to_batch(y, mesh)
+
+    chunks = jnp.arange(x.shape[1]), constrain_to_batch(x, mesh).swapaxes(0, 1)
+    state, y = jax.lax.scan(step, constrain_states(layer.init_state(len(x)), mesh), chunks)
+    return constrain_to_batch(y.swapaxes(0, 1), mesh), state
 
 
 @jax.jit
@@ -466,4 +547,13 @@ def _take_chunk(x: Shaped[Array, "B M *D"], chunk: Int[Array, ""]) -> Shaped[Arr
     return jax.lax.dynamic_index_in_dim(x, chunk, axis=1, keepdims=False)
 
 
-PROGRAMS = (embed, prefill_layer, repetition.repeat_layer, repetition.backpropagate_layer, prefill_cache, last_logits)
+PROGRAMS = (
+    embed,
+    prefill_layer,
+    prefill_recurrent_layer,
+    repetition.repeat_layer,
+    repetition.repeat_recurrent_layer,
+    repetition.backpropagate_layer,
+    prefill_cache,
+    last_logits,
+)

@@ -15,6 +15,7 @@ from kvjax.policy import Repetition, merge_requirements
 from kvjax_models import compile_cache
 from kvjax_models.generation.prefill import PrefilledLayer, compress_layer, last_logits, prefill_layers
 from kvjax_models.generation.state import GenerationState, finish_prefill, shard_state
+from kvjax_models.model.gated_delta import RecurrentState
 from kvjax_models.sharding import replicate
 
 if TYPE_CHECKING:
@@ -77,16 +78,18 @@ def _prefill_in_one_pass(
     caches: list[list[LayerCache]] = [[] for _ in generators]
     carries: list[Any] = [None for _ in generators]
     counters = [state.counters for state in states]
+    recurrent: list[RecurrentState] = []
     for number, layer in enumerate(layers):
         for index, state in enumerate(states):
             cache, counters[index], carries[index] = compress_layer(
                 state.layers[number], state.counters, layer, lengths, carries[index]
             )
             caches[index].append(cache)
+        recurrent.extend(layer.recurrent)
         yield None
     logits = last_logits(generators[0].model, layer.x, lengths)
     yield [
-        shard_state(finish_prefill(state, own, counter, logits, tokens, lengths), generators[0].mesh)
+        shard_state(finish_prefill(state, own, counter, logits, tokens, lengths, recurrent), generators[0].mesh)
         for state, own, counter in zip(states, caches, counters, strict=True)
     ]
 
@@ -118,7 +121,7 @@ def prefill_for(
     lengths = replicate(row_lengths, first.mesh)
     num_queries = [
         max(generator.policies[number].requires.num_prompt_queries(tokens.shape[1]) for generator in generators)
-        for number in range(first.config.layers)
+        for number in range(len(first.specs))
     ]
     repeat = merge_requirements([policy for generator in generators for policy in generator.policies]).repetition
     layers = prefill_layers(

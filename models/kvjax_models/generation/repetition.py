@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+import kvjax
 from kvjax.distributed.sharding import HEADS, ROWS
 from kvjax.policy import RepeatedPrompt, Repetition
 from kvjax_models.generation.sequence_parallel import (
@@ -21,7 +22,8 @@ from kvjax_models.generation.sequence_parallel import (
     with_gathered_parameters,
 )
 from kvjax_models.model.exact_attention import PromptAndTexts, attend_repetitions, attend_texts
-from kvjax_models.model.llama import DecoderLayer
+from kvjax_models.model.gated_delta import RecurrentState
+from kvjax_models.model.llama import DecoderLayer, RecurrentLayer
 from kvjax_models.model.rotary import Rotary, rotation
 from kvjax_models.sharding import KV_SPEC, constrain_to_batch, head_counts, shard_attention
 
@@ -101,6 +103,31 @@ def repeat_layer(
         run = with_gathered_parameters(repeat_chunks, mesh, layer, layer.attention.query_heads, *specs)
         x, queries, keys, received = run(x, *args)
     return x, RepeatedPrompt(queries, keys, sizes, received, query_weights, value_norms)
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("x",))
+def repeat_recurrent_layer(
+    layer: RecurrentLayer,
+    mesh: Mesh | None,
+    x: Float[Array, "B M C W"],
+    state: RecurrentState,
+    sizes: Int[Array, "B texts"],
+) -> Float[Array, "B M C W"]:
+    """Computes one layer without attention of all repetitions, each as if it alone followed the prompt.
+
+    Args:
+        layer: the layer.
+        mesh: mesh of the model.
+        x: residual stream of the repetitions in chunks; donated.
+        state: states after the prompts.
+        sizes: lengths of the repetitions.
+
+    Returns:
+        The new residual stream.
+    """
+    texts = sizes.size
+    y, _ = layer(x.reshape(texts, -1, x.shape[3]), kvjax.repeat_rows(state, sizes.shape[1]), sizes.reshape(texts))
+    return constrain_to_batch(y.reshape(x.shape), mesh)
 
 
 def token_norms(x: Float[Array, "B M C W"]) -> Float[Array, "B MC"]:

@@ -44,9 +44,10 @@ def chunk_size(model: Llama, mesh: Mesh | None, batch: int, tokens: int, chunk: 
 
     Returns:
         The number of tokens that all devices of a layer process at a time: `chunk` with tensor parallelism. With
-        sequence parallelism `chunk` per device, if that transfers less and adds at most a quarter of padding.
+        sequence parallelism `chunk` per device, if that transfers less and adds at most a quarter of padding. Hybrid
+        models always use tensor parallelism: a recurrent state needs the tokens in order.
     """
-    if mesh is None or batch % mesh.shape[DATA]:
+    if mesh is None or batch % mesh.shape[DATA] or model.config.recurrent_layers:
         return chunk
     size = chunk * math.prod(mesh.shape[axis] for axis in TOKENS)
     padded = -(-tokens // size) * size

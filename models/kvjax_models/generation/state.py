@@ -1,4 +1,9 @@
-"""The state of a generation: a pytree with the caches of all layers, and functions that create, check and shard it."""
+"""The state of a generation: a pytree with the caches of all layers, and functions that create, check and shard it.
+
+Hybrid models have caches in layers with attention, and recurrent states of fixed size in the others. Both belong to the
+rows of a state: they are taken, inserted, repeated, saved and sharded together. A recurrent state cannot be cut back to
+an earlier token, so that a sequence can only be continued.
+"""
 
 import dataclasses
 import functools
@@ -20,8 +25,10 @@ from kvjax.quantization import KVDtype
 from kvjax.shared.staging import Counters
 from kvjax.state import count_row_faults, fault, row_randomness, state, static
 from kvjax_models.generation.sampling import RowSampling, Sampling, is_finite, row_sampling, with_prompt
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.gated_delta import GatedDeltaSizes, RecurrentState, init_recurrent_state
 from kvjax_models.model.llama import Llama
-from kvjax_models.sharding import constrain_replicated, constrain_to_batch
+from kvjax_models.sharding import constrain_replicated, constrain_states, constrain_to_batch
 
 
 @state
@@ -31,7 +38,7 @@ class GenerationState:
     Rows are independent, so `kvjax.take_rows`, `kvjax.insert_rows` and `kvjax.repeat_rows` apply.
 
     Attributes:
-        layers: one `kvjax.cache.LayerCache` per layer.
+        layers: one `kvjax.cache.LayerCache` per layer with attention.
         counters: counters of all layers, which receive the same tokens and compact together.
         logits: logits of the next token, float32.
         positions: number of tokens of each sequence so far, int32.
@@ -40,6 +47,7 @@ class GenerationState:
         sampling: parameters of sampling.
         sampling_keys: random keys of the next sample.
         not_finite: fault counter of steps whose logits were not finite.
+        recurrent: the states of the other layers of a hybrid model.
         context_tokens: maximum number of tokens of a sequence, on which some rotary embeddings depend.
     """
 
@@ -52,6 +60,7 @@ class GenerationState:
     sampling: RowSampling
     sampling_keys: Key[Array, "B"] = row_randomness()
     not_finite: Int[Array, "B"] = fault("steps had logits that are NaN or infinite")
+    recurrent: tuple[RecurrentState, ...] = ()
     context_tokens: int = static(default=0)
 
 
@@ -65,7 +74,7 @@ def cache_specs(
     kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
     context_tokens: int | None = None,
 ) -> tuple[kvjax.CacheSpec, ...]:
-    """Returns the cache spec of every layer.
+    """Returns the cache spec of every layer with attention.
 
     Args:
         model: the decoder.
@@ -93,10 +102,10 @@ def cache_specs(
             window=config.window(number),
             logit_cap=config.attention_logit_cap,
             rope_frequencies=config.rotary(number, context_tokens).frequencies,
-            layer=number,
-            layers=config.layers,
+            layer=index,
+            layers=len(config.attention_layers),
         )
-        for number in range(config.layers)
+        for index, number in enumerate(config.attention_layers)
     )
 
 
@@ -108,6 +117,7 @@ def init_state(
     seed: np.uint32,
     samplings: Sequence[Sampling],
     context_tokens: int,
+    recurrent: tuple[RecurrentState, ...] = (),
 ) -> GenerationState:
     """Creates a state with empty caches; layers with equal caches share one compiled program.
 
@@ -119,6 +129,7 @@ def init_state(
         seed: seed of the random keys.
         samplings: parameters of sampling of every row.
         context_tokens: maximum number of tokens of a sequence.
+        recurrent: states of the layers without caches (`init_recurrent`).
 
     Returns:
         The state.
@@ -128,6 +139,7 @@ def init_state(
         layers=tuple(cache for cache, _ in layers),
         counters=layers[-1][1],
         sampling=row_sampling(samplings, vocab_size, mesh),
+        recurrent=recurrent,
         context_tokens=context_tokens,
         **_init_rows(specs[0].batch, vocab_size, mesh, seed),
     )
@@ -175,6 +187,25 @@ def _init_layer(
     layer_keys = jax.vmap(lambda key: jax.random.fold_in(key, number))(row_keys(spec.batch, seed)[0])
     cache = kvjax.init(policy, spec, layer_keys, mesh)
     return split_counters(cache)
+
+
+def init_recurrent(
+    config: LlamaConfig, batch: int, dtype: jax.typing.DTypeLike, mesh: Mesh | None = None
+) -> tuple[RecurrentState, ...]:
+    """Returns the recurrent states of sequences without tokens; () for models that are not hybrid.
+
+    Args:
+        config: configuration of the model.
+        batch: number of batch rows.
+        dtype: dtype of the model.
+        mesh: mesh of the states.
+    """
+    return tuple(_init_recurrent(config.gated_delta, batch, jnp.dtype(dtype), mesh) for _ in config.recurrent_layers)
+
+
+@functools.partial(jax.jit, static_argnames=("sizes", "batch", "dtype", "mesh"))
+def _init_recurrent(sizes: GatedDeltaSizes, batch: int, dtype: np.dtype, mesh: Mesh | None) -> RecurrentState:
+    return constrain_states(init_recurrent_state(sizes, batch, dtype), mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("batch", "vocab_size", "mesh"))
@@ -225,6 +256,7 @@ def finish_prefill(
     logits: Float[Array, "B V"],
     tokens: Int[Array, "B N"],
     lengths: Int[Array, "B"],
+    recurrent: Sequence[RecurrentState] = (),
 ) -> GenerationState:
     """Returns the state after prefill, with its own buffers because decoding donates them.
 
@@ -235,10 +267,12 @@ def finish_prefill(
         logits: logits after each prompt's last token.
         tokens: padded tokens of the prompts.
         lengths: lengths of the prompts.
+        recurrent: recurrent states after the prompts.
     """
     return dataclasses.replace(
         state,
         layers=tuple(caches),
+        recurrent=jax.tree.map(jnp.copy, tuple(recurrent)),
         counters=counters,
         logits=jnp.copy(logits),
         positions=jnp.copy(lengths),
@@ -357,4 +391,4 @@ def commit_to_device(state: GenerationState, mesh: Mesh | None) -> GenerationSta
     return state if mesh is not None else jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
 
 
-PROGRAMS = (_init_layer, _init_rows, compact_layer, _count_faults, shard_on_mesh)
+PROGRAMS = (_init_layer, _init_rows, _init_recurrent, compact_layer, _count_faults, shard_on_mesh)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax_models.model.activations import ACTIVATIONS
+from kvjax_models.model.gated_delta import GatedDeltaSizes
 from kvjax_models.model.rotary import RopeScaling, Rotary, make_rotary
 
 NORMS = ("pre", "post", "sandwich")
@@ -48,6 +49,9 @@ class LlamaConfig:
         keys_as_values: whether layers without a window have one projection for keys and values. Norms and the rotary
             embedding make them differ afterwards, so caches store both.
         layer_scale: whether the output of every layer is multiplied by a parameter.
+        attention_gate: whether the output of attention is multiplied by the sigmoid of a projection of its input.
+        recurrent_layers: layers with a gated delta rule in place of attention (`model.gated_delta`).
+        gated_delta: sizes of these layers.
         query_growth: growth of queries with their position; see `rotary.Rotary`.
         query_period: positions with the same growth.
         attention_logit_cap: cap c of attention logits, l -> c tanh(l / c); None: no cap.
@@ -103,6 +107,9 @@ class LlamaConfig:
     value_norm: bool = False
     keys_as_values: bool = False
     layer_scale: bool = False
+    attention_gate: bool = False
+    recurrent_layers: tuple[int, ...] = ()
+    gated_delta: GatedDeltaSizes | None = None
     query_growth: float = 0.0
     query_period: int = 1
     attention_logit_cap: float | None = None
@@ -146,6 +153,10 @@ class LlamaConfig:
             raise ValueError(f"rotary_dim={self.rotary_dim} must be even and between 2 and head_dim={self.head_dim}")
         if self.windows and len(self.windows) != self.layers:
             raise ValueError(f"windows must have one entry per layer ({self.layers}), got {len(self.windows)}")
+        if bool(self.recurrent_layers) != (self.gated_delta is not None):
+            raise ValueError("recurrent_layers and gated_delta must be set together")
+        if self.recurrent_layers and not self.attention_layers:
+            raise ValueError("recurrent_layers names every layer; at least one must have attention")
         for name, allowed in (("activation", ACTIVATIONS), ("norms", NORMS), ("scoring_func", SCORING_FUNCS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(allowed)}")
@@ -183,6 +194,11 @@ class LlamaConfig:
                 f"expert_groups_per_token={selected} must be between 1 and expert_groups={groups}, and these groups "
                 f"must have at least experts_per_token={self.experts_per_token} experts"
             )
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers with attention, which have a cache each; caches, policies and profiles count these layers only."""
+        return tuple(layer for layer in range(self.layers) if layer not in self.recurrent_layers)
 
     def window(self, layer: int) -> int | None:
         """Returns the sliding window of a layer in tokens, including the token itself; None for full attention."""

@@ -22,7 +22,6 @@ Reference:
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -136,10 +135,10 @@ class GatedDeltaNet(nnx.Module):
         self.ba = make_linear(False, dtype, rngs)(width, (heads, 2 * group), use_bias=False)
         shape = (sizes.kernel_size, heads, sizes.channels)
         self.convolution = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * sizes.kernel_size**-0.5)
-        self.log_decay = nnx.Param(jnp.zeros((heads, group), dtype))
-        self.decay_bias = nnx.Param(jnp.ones((heads, group), dtype))
+        self.log_rate = nnx.Param(jnp.zeros(sizes.value_heads, dtype))
+        self.decay_bias = nnx.Param(jnp.ones(sizes.value_heads, dtype))
         self.scale = nnx.Param(jnp.ones(sizes.value_dim, dtype))
-        self.output = linear(values, width, use_bias=False)
+        self.out = linear(values, width, use_bias=False)
 
     def __call__(
         self, x: Float[Array, "B T W"], state: RecurrentState, lengths: Int[Array, "B"]
@@ -162,8 +161,10 @@ class GatedDeltaNet(nnx.Module):
         query, key = mixed[..., : sizes.key_dim], mixed[..., sizes.key_dim : 2 * sizes.key_dim]
         values = mixed[..., 2 * sizes.key_dim :].reshape(values_shape)
         beta, decay = jnp.split(self.ba(x).astype(jnp.float32), 2, axis=-1)
-        decay = jax.nn.softplus(decay + self.decay_bias[...].astype(jnp.float32))
-        log_decay = -jnp.exp(self.log_decay[...].astype(jnp.float32)) * decay
+        decay_bias, log_rate = (
+            x[...].astype(jnp.float32).reshape(decay.shape[2:]) for x in (self.decay_bias, self.log_rate)
+        )
+        log_decay = -jnp.exp(log_rate) * jax.nn.softplus(decay + decay_bias)
         is_token = (jnp.arange(tokens) < lengths[:, None])[..., None, None]
         outputs, memory = gated_delta_rule(
             _normalize(query) * sizes.key_dim**-0.5,
@@ -176,7 +177,7 @@ class GatedDeltaNet(nnx.Module):
         gate = qkvz[..., sizes.channels :].reshape(values_shape).astype(jnp.float32)
         factor = jax.lax.rsqrt(jnp.mean(jnp.square(outputs), axis=-1, keepdims=True) + self.norm_epsilon)
         outputs = outputs * factor * self.scale[...].astype(jnp.float32) * jax.nn.silu(gate)
-        return self.output(outputs.astype(x.dtype).reshape(batch, tokens, -1)), RecurrentState(inputs, memory)
+        return self.out(outputs.astype(x.dtype).reshape(batch, tokens, -1)), RecurrentState(inputs, memory)
 
 
 def convolve(
@@ -330,8 +331,3 @@ def _invert_unit_lower(lower: Float[Array, "N *M C C"]) -> Float[Array, "N *M C 
 def _normalize(x: Float[Array, "... K"]) -> Float[Array, "... K"]:
     """Returns vectors divided by their norm."""
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
-
-
-def recurrent_bytes(states: Any) -> int:
-    """Returns the bytes of recurrent states, from shapes and dtypes."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(states))

@@ -2,10 +2,11 @@
 
 The configuration expresses the differences between families. A layer consists of two functions: `project` computes
 queries, keys and values, `finish` takes the output of attention. Attention in between, with or without a compressed KV
-cache, is up to the caller.
+cache, is up to the caller. Hybrid models also have layers with a recurrent state in place of attention.
 """
 
 import copy
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from kvjax import rope
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.exact_attention import chunk_attention
 from kvjax_models.model.experts import Experts, Mlp
+from kvjax_models.model.gated_delta import GatedDeltaNet, RecurrentState, init_recurrent_state
 from kvjax_models.model.quantized import (
     QuantizedEmbedding,
     QuantizedLinear,
@@ -74,6 +76,8 @@ class Attention(nnx.Module):
         shape = (config.kv_heads, self.group_size + 2, config.head_dim)
         self.qkv = linear(config.width, shape, use_bias=config.qkv_bias)
         self.output = linear(query_width, config.width, use_bias=config.output_bias)
+        has_gate, gate_bias = config.attention_gate, config.qkv_bias
+        self.output_gate = linear(config.width, query_width, use_bias=gate_bias) if has_gate else None
         if config.query_key_norm:
             self.query_norm = RMSNorm(query_width if self.joint_norm else config.head_dim, config, dtype)
             self.key_norm = RMSNorm(kv_width if self.joint_norm else config.head_dim, config, dtype)
@@ -196,11 +200,8 @@ class ParallelExperts(nnx.Module):
         return self.after_mlp_norm(mlp_output) + self.after_norm(self.experts(self.norm(x), router_input))
 
 
-class DecoderLayer(nnx.Module):
-    """One layer: `project`, then attention by the caller, then `finish`.
-
-    Attention also depends on the layer's `window`, `attention_logit_cap` and `sink_logits`.
-    """
+class _Layer(nnx.Module):
+    """Norms, residual connections and MLP of a layer, which its subclass completes by attention or a recurrence."""
 
     def __init__(
         self,
@@ -220,11 +221,10 @@ class DecoderLayer(nnx.Module):
             rngs: random keys of the initial parameters.
             quantized: whether kernels are int8.
         """
-        self.window, self.attention_logit_cap = config.window(number), config.attention_logit_cap
         self.residual_scale = config.residual_scale
         has_pre_norm, has_post_norm = config.norms != "post", config.norms != "pre"
         self.attention_norm = RMSNorm(config.width, config, dtype) if has_pre_norm else None
-        self.attention = Attention(config.of_layer(number), dtype=dtype, rngs=rngs, quantized=quantized)
+        self._add_mixer(config, number, dtype, rngs, quantized)
         self.after_attention_norm = RMSNorm(config.width, config, dtype) if has_post_norm else None
         self.mlp_norm = RMSNorm(config.width, config, dtype) if has_pre_norm else None
         self.mlp = _make_mlp(config, number, dtype, rngs, quantized)
@@ -234,18 +234,54 @@ class DecoderLayer(nnx.Module):
         self.after_mlp_norm = RMSNorm(config.width, config, dtype) if has_post_norm else None
         self.layer_scale = nnx.Param(jnp.ones(1, dtype)) if config.layer_scale else None
 
-    @property
-    def sink_logits(self) -> Float[Array, "H_q"] | None:
-        """The attention sink logit of every query head; None without sinks."""
-        return None if self.attention.sinks is None else self.attention.sinks[...]
+    def _add_mixer(
+        self, config: LlamaConfig, number: int, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, quantized: bool
+    ) -> None:
+        """Creates the parameters of attention or of the recurrence."""
+        raise NotImplementedError
 
     def normalize(self, x: Float[Array, "... W"]) -> Float[Array, "... W"]:
-        """Returns the normalized residual stream, from which attention projects.
+        """Returns the normalized residual stream, from which attention or the recurrence projects.
 
         Args:
             x: residual stream.
         """
         return _normalize(self.attention_norm, x)
+
+    def add_attention(self, x: Float[Array, "B T W"], output: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
+        """Returns the residual stream after attention and the MLP.
+
+        Args:
+            x: residual stream before the layer.
+            output: output projection of attention, or output of the recurrence.
+        """
+        x = self._add_residual(x, _normalize(self.after_attention_norm, output))
+        output = self.mlp(_normalize(self.mlp_norm, x))
+        if self.parallel_experts is not None:
+            output = self.parallel_experts(x, output)
+        x = self._add_residual(x, _normalize(self.after_mlp_norm, output))
+        return x if self.layer_scale is None else x * self.layer_scale[...]
+
+    def _add_residual(self, x: Array, y: Array) -> Array:
+        return x + (y if self.residual_scale == 1 else y * self.residual_scale)
+
+
+class DecoderLayer(_Layer):
+    """A layer with attention: `project`, then attention by the caller, then `finish`.
+
+    Attention also depends on the layer's `window`, `attention_logit_cap` and `sink_logits`.
+    """
+
+    def _add_mixer(
+        self, config: LlamaConfig, number: int, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, quantized: bool
+    ) -> None:
+        self.window, self.attention_logit_cap = config.window(number), config.attention_logit_cap
+        self.attention = Attention(config.of_layer(number), dtype=dtype, rngs=rngs, quantized=quantized)
+
+    @property
+    def sink_logits(self) -> Float[Array, "H_q"] | None:
+        """The attention sink logit of every query head; None without sinks."""
+        return None if self.attention.sinks is None else self.attention.sinks[...]
 
     def project(
         self,
@@ -311,27 +347,48 @@ class DecoderLayer(nnx.Module):
         """Returns the output projection of attention.
 
         Args:
-            x: residual stream before the layer, which gives the dtype.
+            x: residual stream before the layer, which gives the dtype and the output gate.
             attended: output of attention.
         """
-        return self.attention.output(attended.reshape(*x.shape[:-1], -1).astype(x.dtype))
+        attended = attended.reshape(*x.shape[:-1], -1).astype(x.dtype)
+        if self.attention.output_gate is not None:
+            attended = attended * jax.nn.sigmoid(self.attention.output_gate(self.normalize(x)))
+        return self.attention.output(attended)
 
-    def add_attention(self, x: Float[Array, "B T W"], output: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
-        """Returns the residual stream after attention and the MLP.
+
+class RecurrentLayer(_Layer):
+    """A layer with a gated delta rule in place of attention, whose state the caller holds."""
+
+    def _add_mixer(
+        self, config: LlamaConfig, number: int, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, quantized: bool
+    ) -> None:
+        assert config.gated_delta is not None
+        sizes, epsilon = config.gated_delta, config.norm_epsilon
+        self.mixer = GatedDeltaNet(config.width, sizes, epsilon, dtype=dtype, rngs=rngs, quantized=quantized)
+
+    def __call__(
+        self, x: Float[Array, "B T W"], state: RecurrentState, lengths: Int[Array, "B"]
+    ) -> tuple[Float[Array, "B T W"], RecurrentState]:
+        """Processes the next tokens of each row.
 
         Args:
-            x: residual stream before the layer.
-            output: output projection of attention.
-        """
-        x = self._add_residual(x, _normalize(self.after_attention_norm, output))
-        output = self.mlp(_normalize(self.mlp_norm, x))
-        if self.parallel_experts is not None:
-            output = self.parallel_experts(x, output)
-        x = self._add_residual(x, _normalize(self.after_mlp_norm, output))
-        return x if self.layer_scale is None else x * self.layer_scale[...]
+            x: residual stream of padded tokens.
+            state: state before the tokens.
+            lengths: number of tokens of each row; padding does not change the state.
 
-    def _add_residual(self, x: Array, y: Array) -> Array:
-        return x + (y if self.residual_scale == 1 else y * self.residual_scale)
+        Returns:
+            The residual stream after the layer, and the state after the tokens.
+        """
+        output, state = self.mixer(self.normalize(x), state, lengths)
+        return self.add_attention(x, output), state
+
+    def init_state(self, batch: int) -> RecurrentState:
+        """Returns the state of sequences without tokens.
+
+        Args:
+            batch: number of batch rows.
+        """
+        return init_recurrent_state(self.mixer.sizes, batch, self.mixer.scale[...].dtype)
 
 
 class Llama(nnx.Module):
@@ -371,8 +428,11 @@ class Llama(nnx.Module):
                 rngs=rngs,
             )
         )
-        layers = (DecoderLayer(config, i, dtype=dtype, rngs=rngs, quantized=quantized) for i in range(config.layers))
-        self.layers = nnx.List(list(layers))
+        kinds = [RecurrentLayer if i in config.recurrent_layers else DecoderLayer for i in range(config.layers)]
+        layers: list[Any] = [
+            kind(config, i, dtype=dtype, rngs=rngs, quantized=quantized) for i, kind in enumerate(kinds)
+        ]
+        self.layers = nnx.List(layers)
         self.norm = RMSNorm(config.width, config, dtype)
         if not config.tied_embeddings:
             self.head = make_linear(quantized, dtype, rngs)(config.width, config.vocab_size, use_bias=False)
@@ -421,7 +481,11 @@ class Llama(nnx.Module):
         """
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x = self.embed(tokens)
+        lengths = jnp.full(len(tokens), tokens.shape[1])
         for number, layer in enumerate(self.layers):
+            if isinstance(layer, RecurrentLayer):
+                x, _ = layer(x, layer.init_state(len(tokens)), lengths)
+                continue
             query, key, value = layer.project(x, *self.rotation(positions, number, tokens.shape[1]))
             x = layer.finish(x, _causal_attention(layer, query, key, value))
         return x

@@ -82,7 +82,7 @@ class Conversations:
             digest: the digest of its messages, with the answer.
             turn: the turn.
         """
-        size = kvjax.cache_bytes(turn.state.layers)
+        size = kvjax.cache_bytes((turn.state.layers, turn.state.recurrent))
         self._remove(key := _key(document, digest))
         self._turns[key] = turn, size.device + size.host
         self.held_bytes += size.device + size.host

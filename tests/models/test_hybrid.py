@@ -1,0 +1,182 @@
+"""Hybrid models: recurrent states beside the caches, in prefill, decoding, documents and saves."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.saved_states import SavedStates
+from kvjax_models.model.gated_delta import GatedDeltaSizes
+from tests.models import tiny
+
+SIZES = GatedDeltaSizes(key_heads=2, value_heads=4, key_dim=8, value_dim=6, kernel_size=4)
+HYBRID = {
+    "layers": 5, "recurrent_layers": (0, 2, 4), "gated_delta": SIZES, "attention_gate": True, "query_key_norm": True,
+    "norm_offset": 1.0, "rotary_dim": 4,
+}  # fmt: skip
+PROMPTS = [[(7 * i + 3) % 90 + 2 for i in range(70)], [5, 9, 33], [(5 * i) % 80 + 4 for i in range(21)]]
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return tiny.make_lively_llm(**HYBRID)
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
+    """The greedy continuation of every prompt, computed without a cache, and the logits after it."""
+    rows = [list(prompt) for prompt in PROMPTS]
+    forward = jax.jit(lambda model, tokens: model(tokens))
+    for _ in range(NEW):
+        padded = np.zeros((len(rows), 96), np.int32)
+        for row, tokens in enumerate(rows):
+            padded[row, : len(tokens)] = tokens
+        logits = np.asarray(forward(llm.model, jnp.asarray(padded)))
+        rows = [[*row, int(logits[number, len(row) - 1].argmax())] for number, row in enumerate(rows)]
+    return [row[len(prompt) :] for row, prompt in zip(rows, PROMPTS, strict=True)]
+
+
+def make_generator(llm, policy=None, **options):
+    sizes = {"batch": len(PROMPTS), "max_prompt_tokens": 80, "max_new_tokens": 40} | options
+    return Generator(llm.model, policy or kvjax.Exact(compact_every=8), **sizes)
+
+
+def generate(generator, prompts=PROMPTS, count=NEW):
+    return generator.decode_all(generator.prefill(generator.init_state(), prompts), count)
+
+
+def assert_close(state, other, atol=1e-4):
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, atol=atol, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"prefill_chunk": 16}, {"prefill_chunk": 256}, {"streaming": True}], ids=str)
+def test_generates_what_full_attention_generates(llm, expected, options):
+    """Of rows of several lengths, in chunks and blocks of any size."""
+    rows, state = generate(make_generator(llm, **options))
+    assert rows == expected
+    assert len(state.layers) == 2 and len(state.recurrent) == 3
+
+
+def test_chunks_of_any_size_give_one_state(llm):
+    states = []
+    for chunk in (8, 24, 80):
+        generator = make_generator(llm, prefill_chunk=chunk)
+        states.append(generator.prefill(generator.init_state(), PROMPTS))
+    for state in states[1:]:
+        assert_close((state.recurrent, state.logits), (states[0].recurrent, states[0].logits))
+
+
+def test_finished_rows_keep_their_state(llm, expected):
+    generator = make_generator(llm, eos=(expected[1][3],))
+    _, state = generate(generator)
+    assert bool(state.done[1])
+    alone = make_generator(llm, batch=1)
+    _, stopped = generate(alone, [PROMPTS[1]], 4)
+    assert_close(kvjax.take_rows(state, jnp.array([1])).recurrent, stopped.recurrent)
+
+
+def test_later_prompts_and_forks_continue_the_state(llm):
+    generator = make_generator(llm)
+    rows, _ = generate(generator, [[*prompt, 11, 12, 13] for prompt in PROMPTS])
+    state = generator.prefill(generator.init_state(), PROMPTS)
+    forks = kvjax.repeat_rows(state, 2)
+    state = generator.prefill(state, [[11, 12, 13]] * 3)
+    assert generator.decode_all(state, NEW)[0] == rows
+    double = generator.with_batch(6)
+    forked, _ = double.decode_all(double.prefill(forks, [[11, 12, 13], [8]] * 3), NEW)
+    assert forked[::2] == rows
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "subgen", "kvzip", "chelsea", "quest"])
+def test_policies_apply_to_the_layers_with_attention(llm, policy):
+    cache = llm.cache(policy, 96)
+    generator = cache.generator(max_prompt_tokens=80, max_new_tokens=40, batch=len(PROMPTS))
+    assert len(generator.policies) == 2
+    rows, state = generate(generator)
+    assert [len(row) for row in rows] == [NEW] * 3 and np.isfinite(state.logits).all()
+
+
+def test_policies_that_need_gradients_are_refused(llm):
+    generator = make_generator(llm, kvjax.KVgrad(budget=32))
+    with pytest.raises(ValueError, match="scores with gradients, which pass layers with attention only"):
+        generate(generator)
+
+
+def test_auto_measures_a_profile(llm):
+    text = "".join(chr(97 + (i * i) % 26) for i in range(2000))
+    answer, usage = llm.cache("auto", "25%").generate(text, max_new_tokens=8, return_details=True)
+    assert len(answer.tokens) == 8 and usage.cache_bytes < usage.full_cache_bytes
+
+
+QUESTIONS = [f"question {number * number} of {letter}" for number, letter in enumerate("abcdefghij")]
+
+
+@pytest.mark.parametrize("policy, budget", [("exact", None), ("snapkv", 64)])
+def test_document_answers_ten_questions_as_ten_runs(llm, policy, budget, tmp_path):
+    text = "a text of some length, which is read once; " * 3
+    cache, options = llm.cache(policy, budget), {"max_new_tokens": 8}
+    document = cache.read(text, max_new_tokens=64, chat=False)
+    answers = document.generate(QUESTIONS, **options)
+    assert len(set(answers)) == 10
+    assert [cache.read(text, max_new_tokens=64, chat=False).generate(one, **options) for one in QUESTIONS] == answers
+    if budget is None:
+        assert cache.generate([text + one for one in QUESTIONS], **options) == answers
+    document.save(tmp_path)
+    opened = llm.open(tmp_path)
+    assert_close(opened.recurrent, document.recurrent, atol=0)
+    assert opened.generate(QUESTIONS[:2], **options) == answers[:2]
+
+
+def test_one_engine_answers_questions_about_two_documents(llm):
+    cache = llm.cache("exact")
+    texts = ["a text of some length " * 3, "another text, which is longer " * 3]
+    documents = [cache.read(text, max_new_tokens=64, max_text_tokens=128, chat=False) for text in texts]
+    engine = cache.engine(rows=2, documents=2, max_prompt_tokens=128, max_new_tokens=64)
+    numbers = {}
+    for number, document in enumerate(documents * 2):
+        prompt = llm.tokenizer.encode_continuation(QUESTIONS[number], document.tokens)
+        numbers[engine.add(prompt, document, max_new_tokens=8)] = number
+    tokens = {number: [] for number in range(4)}
+    for output in engine.run():
+        tokens[numbers[output.number]] += output.tokens
+    for number, document in enumerate(documents * 2):
+        assert llm.tokenizer.decode(tokens[number]) == document.generate(QUESTIONS[number], max_new_tokens=8)
+
+
+def test_bytes_count_recurrent_states(llm):
+    generator = make_generator(llm)
+    state = jax.eval_shape(generator.init_state)
+    row = 4 * 3 * (3 * 2 * SIZES.channels + 4 * 8 * 6)  # float32, three layers
+    assert generator.recurrent_row_bytes == row
+    sizes, caches = generator.cache_sizes(state), kvjax.cache_bytes(state.layers).device
+    assert sizes["cache_bytes"] == caches + 3 * row
+    assert sizes["full_cache_bytes"] == 3 * (row + 2 * 120 * 2 * 2 * 16 * 2)
+    document = llm.cache("snapkv", 64).read("a text " * 20)
+    assert document.cache_bytes == kvjax.cache_bytes((document.texts, document.recurrent)).device
+
+
+def test_saved_state_continues(llm, expected, tmp_path):
+    generator = make_generator(llm)
+    rows, state = generate(generator, count=5)
+    SavedStates(tmp_path).save(5, generator, state)
+    restored = SavedStates(tmp_path).restore(generator)
+    more, _ = generator.decode_all(restored.state, NEW - 5)
+    assert [row + new for row, new in zip(rows, more, strict=True)] == expected
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"gated_delta": None}, "recurrent_layers and gated_delta must be set together"),
+        ({"recurrent_layers": range(5)}, "recurrent_layers names every layer"),
+    ],
+)
+def test_invalid_configurations_are_refused(llm, changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(llm.model.config, **changes)
