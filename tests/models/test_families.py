@@ -37,7 +37,12 @@ def check_generates(family, policy):
 
 
 # Families with logit caps, sinks and partial rotation.
-QUICK = [("gpt_oss", "subgen_mean"), ("gemma2", "clusterkv"), ("glm4", "expected_attention")]
+QUICK = [
+    ("qwen3_next", "subgen_mean"),
+    ("gpt_oss", "subgen_mean"),
+    ("gemma2", "clusterkv"),
+    ("glm4", "expected_attention"),
+]
 
 
 @pytest.mark.parametrize("family, policy", QUICK)

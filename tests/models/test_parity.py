@@ -84,6 +84,32 @@ def test_multimodal_gemma_3_loads_its_text_model(prefix, tmp_path):
         assert_close(compute_logits(tmp_path, arrays["tokens"]), arrays["logits"])
 
 
+def test_multimodal_qwen_3_5_loads_its_text_model(tmp_path):
+    """Named as published: with experts in one tensor, images and layers that predict further tokens."""
+    directory = GOLDEN / "qwen3_5_moe"
+    values = json.loads((directory / "config.json").read_text())
+    values |= {"attn_output_gate": True, "mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32"}
+    wrapper = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"}
+    (tmp_path / "config.json").write_text(json.dumps(wrapper | {"text_config": values}))
+    tensors = safetensors.numpy.load_file(directory / "model.safetensors")
+    renamed = {"model.visual.bias": np.ones(4, np.float32), "mtp.norm.weight": np.ones(4, np.float32)}
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            renamed[name.replace("model.", "model.language_model.", 1)] = tensor
+    for layer in range(values["num_hidden_layers"]):
+        prefix, experts = f"layers.{layer}.mlp.experts", range(values["num_experts"])
+        gate, up, down = (
+            np.stack([tensors[f"model.{prefix}.{expert}.{name}_proj.weight"] for expert in experts])
+            for name in ("gate", "up", "down")
+        )
+        renamed[f"model.language_model.{prefix}.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        renamed[f"model.language_model.{prefix}.down_proj"] = down
+    safetensors.numpy.save_file(renamed, tmp_path / "model.safetensors")
+    assert huggingface.load_config(tmp_path) == huggingface.load_config(directory)
+    with np.load(directory / "golden.npz") as arrays:
+        assert_close(compute_logits(tmp_path, arrays["tokens"]), arrays["logits"])
+
+
 def median_error(logits, expected):
     """Returns the median over tokens of the root mean square error, which ignores tokens with other experts."""
     return float(np.median(np.sqrt(np.mean((logits - expected) ** 2, axis=-1))))
