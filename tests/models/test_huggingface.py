@@ -122,6 +122,25 @@ def test_rotary_buffers_of_old_versions_are_ignored(saved):
     assert_equal_parameters(huggingface.load_model(saved), small_model())
 
 
+def test_one_tensor_of_all_experts(tmp_path):
+    """As in the published files of Qwen3.5-MoE; transformers writes one tensor per expert."""
+    shutil.copytree(GOLDEN / "glm4_moe", tmp_path / "glm4_moe")
+    expected = huggingface.load_model(tmp_path / "glm4_moe")
+
+    def concatenate(tensors):
+        for layer in (1, 2):
+            prefix = f"model.layers.{layer}.mlp.experts"
+            gate, up, down = (
+                np.stack([tensors.pop(f"{prefix}.{expert}.{name}_proj.weight") for expert in range(8)])
+                for name in ("gate", "up", "down")
+            )
+            tensors[f"{prefix}.gate_up_proj"] = np.concatenate([gate, up], axis=1)
+            tensors[f"{prefix}.down_proj"] = down
+
+    rewrite(tmp_path / "glm4_moe", concatenate)
+    assert_equal_parameters(huggingface.load_model(tmp_path / "glm4_moe"), expected)
+
+
 def test_layers_that_predict_several_tokens_are_not_read(tmp_path):
     """GLM-4.5 stores them after the other layers; GGUF files count them, too."""
     shutil.copytree(GOLDEN / "glm4_moe", tmp_path / "glm4_moe")

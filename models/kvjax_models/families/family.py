@@ -14,7 +14,8 @@ Path = tuple[str | int, ...]
 
 # Hugging Face's names of modules by their path in a layer of `Llama`. Projections that `Llama` fuses have several
 # names; a family that stores them fused has one. Experts are ("experts", "gate"), "up" and "down"; "{}" is replaced by
-# the number of the expert. Parameters that are neither a kernel nor a bias nor a scale have their full name.
+# the number of the expert, and one tensor of all experts is read, too (`weights`). Parameters that are neither a kernel
+# nor a bias nor a scale have their full name.
 MODULES: dict[Path, str | tuple[str, ...]] = {
     ("attention_norm",): "input_layernorm",
     ("attention", "qkv"): ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -44,7 +45,7 @@ SANDWICH_NORMS: dict[Path, str | tuple[str, ...]] = {
     ("mlp_norm",): "pre_feedforward_layernorm",
     ("after_mlp_norm",): "post_feedforward_layernorm",
 }
-EXPERTS: dict[Path, str | tuple[str, ...]] = {
+EXPERTS: dict[Path, str] = {
     ("experts", "gate"): "mlp.experts.{}.gate_proj",
     ("experts", "up"): "mlp.experts.{}.up_proj",
     ("experts", "down"): "mlp.experts.{}.down_proj",
@@ -126,8 +127,6 @@ class Family:
         quantization: supported `quant_method` of weights.
         modules: names of modules that differ from `MODULES`.
         interleaved_rope: whether RoPE rotates the pairs (2i, 2i + 1) of a head.
-        concatenated_experts: whether a tensor holds all experts as [E, out, in], with gate before up; otherwise it is
-            [E, in, out] with alternating columns. Tensors of single experts have "{}" in their names.
         predicts_more_tokens: whether files may have further layers, which predict several tokens and are not read.
         gguf: how llama.cpp stores the family; None if it does not.
     """
@@ -151,7 +150,6 @@ class Family:
     quantization: str | None = None
     modules: Mapping[Path, str | tuple[str, ...]] = dataclasses.field(default_factory=dict)
     interleaved_rope: bool = False
-    concatenated_experts: bool = False
     predicts_more_tokens: bool = False
     gguf: Gguf | None = None
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax_models.families.config_values import FULL_ATTENTION, ConfigValues
-from kvjax_models.families.family import SANDWICH_NORMS, Family, every_nth_full
+from kvjax_models.families.family import EXPERTS, SANDWICH_NORMS, Family, every_nth_full
 
 # Features that are not implemented, with the values that disable them.
 _DISABLED: dict[str, Any] = {
@@ -135,11 +135,8 @@ GEMMA4 = Family(
         ("parallel_experts", "router_norm", "scale"): "router.scale",
         ("parallel_experts", "experts", "router"): "router.proj",
         ("parallel_experts", "experts", "router", "expert_scale"): "router.per_expert_scale",
-        ("experts", "gate"): "experts.gate_up_proj",
-        ("experts", "up"): "experts.gate_up_proj",
-        ("experts", "down"): "experts.down_proj",
+        **{path: name.removeprefix("mlp.") for path, name in EXPERTS.items()},
     },
-    concatenated_experts=True,
 )
 GEMMA4_UNIFIED = dataclasses.replace(
     GEMMA4,

@@ -58,7 +58,7 @@ def parameter_rules(
         family: family of the model.
         config: configuration of the model.
         shapes: shape of every parameter.
-        stored: names of the tensors to read, which show whether experts are stored as MXFP4.
+        stored: names of the tensors to read, which show how experts are stored.
     """
     rules: list[TensorRule] = []
     covered: set[Path] = set()
@@ -148,15 +148,12 @@ def _rule(
     if in_layer and path[-2] in ("gate", "up", "down") and len(shape) == (2 if leaf == "bias" else 3):
         [module] = family.module_names(("experts", path[-2]))
         name = f"model.layers.{path[1]}.{module}"
-        if "{}" in module:
-            # Names of transformers 5, under which some models are published (Qwen3.5-MoE).
-            entire = f"{name.partition('.{}')[0]}.{'down' if path[-2] == 'down' else 'gate_up'}_proj"
-            if entire in stored:
-                return _concatenated_expert_rule(entire, path, shape)
-            return _expert_rule(f"{name}.weight", path, shape)
-        if family.concatenated_experts:
-            return _concatenated_expert_rule(name, path, shape)
-        return _stacked_expert_rule(name, path, shapes, stored)
+        if "{}" not in module:
+            return _stacked_expert_rule(name, path, shapes, stored)
+        concatenated = name.partition("{}")[0] + ("down_proj" if path[-2] == "down" else "gate_up_proj")
+        if concatenated in stored:
+            return _concatenated_expert_rule(concatenated, path, shape)
+        return _expert_rule(f"{name}.weight", path, shape)
     is_head_norm = in_layer and path[2:-1] in [("attention", "query_norm"), ("attention", "key_norm")]
     order = _heads_order(family, config, shape[-1]) if is_head_norm else None
     is_kernel = leaf == "kernel"
@@ -299,7 +296,10 @@ def _expert_rule(name: str, path: Path, shape: Shape) -> TensorRule:
 
 
 def _concatenated_expert_rule(name: str, path: Path, shape: Shape) -> TensorRule:
-    """Returns the rule of experts in one tensor [E, out, in], with gate before up along `out`."""
+    """Returns the rule of experts in one tensor [E, out, in], with gate before up along `out`, as in transformers 5.
+
+    Some published files have this form (Qwen3.5, Gemma 4), while transformers writes one tensor per expert of Qwen3.5.
+    """
     modules = _expert_modules(path)
     paths = tuple((*path[:-2], module, "kernel") for module in modules)
     experts, inputs, outputs = shape
