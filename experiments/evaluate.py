@@ -10,9 +10,10 @@ question continues it. With `--question seen`, the compressed prompt includes th
 the rest of a passage (perplexity_books:1024) is compressed as it is read. Settings share the prefill of a text.
 
 Tasks: RULER's 13 ("ruler" for all), lines, longeval_lines:200, longeval_topics:5, needle, facts, squad, hotpotqa,
-musique, nq, quality, tpo, coursera, scientific_qa, multidoc_qa, gov_report, kv_retrieval, babi:1, gsm8k, humaneval:run,
-gsm8k_trace, humaneval_trace, perplexity_books, perplexity_wikitext2, stream_books, stream_wikitext2, longbench:NAME,
-longbench_e:NAME. Most of them read published files from `--data_dir`; an error names the file and its source.
+musique, nq, quality, tpo, coursera, scientific_qa, multidoc_qa, gov_report, shortdep_qa, longdep_qa, shortdep_cloze,
+kv_retrieval, babi:1, gsm8k, humaneval:run, gsm8k_trace, humaneval_trace, perplexity_books, perplexity_wikitext2,
+stream_books, stream_wikitext2, longbench:NAME, longbench_e:NAME. Most of them read published files from `--data_dir`;
+an error names the file and its source.
 
 Rows are JSON Lines. A second start with the same output continues an interrupted run. A budget in percent is a share of
 the text's full bfloat16 cache; with `--question seen`, of prompt and answer. In budgets, arrays without quantization

@@ -6,7 +6,19 @@ A name may have an argument after a colon, such as `longeval_lines:200`.
 import functools
 from collections.abc import Callable
 
-from experiments.tasks import facts, leval, longbench, longeval, needle, passages, questions, reasoning, records, ruler
+from experiments.tasks import (
+    facts,
+    leval,
+    longbench,
+    longeval,
+    loogle,
+    needle,
+    passages,
+    questions,
+    reasoning,
+    records,
+    ruler,
+)
 from experiments.tasks.task import Request, Task
 
 Make = Callable[[str, Request], Task]
@@ -18,6 +30,7 @@ TASKS: dict[str, Make] = {
     "needle": needle.make_task,
     "facts": facts.make_task,
     **{name: functools.partial(leval.make_task, name) for name in leval.TASKS},
+    **{name: functools.partial(loogle.make_task, name) for name in loogle.TASKS},
     **records.TASKS,
     **passages.TASKS,
     **reasoning.TASKS,

@@ -80,6 +80,14 @@ def data_dir(tmp_path_factory):
     write(directory / "leval/quality.jsonl", lines([exam]))
     short = {"input": "A text. " * 50, "instructions": ["Who?"], "outputs": ["the old Ann"]}
     write(directory / "leval/scientific_qa.jsonl", lines([short, {**short, "input": "A text. " * 900}]))
+    pairs = [{"Q": "Who lit the lamp?", "A": "The keeper.", "S": ["The keeper\nlit the lamp."]},
+             {"Q": "Who came last?", "A": "Ann", "S": "It was late. Ann came."}]  # fmt: skip
+    of_text = {"input": f"The keeper lit the lamp. {'Words. ' * 300}It was late. Ann came. {'Words. ' * 50}"}
+    texts = [of_text | {"qa_pairs": str(pairs)}, {"input": "Short.", "qa_pairs": str(pairs)}]
+    write(directory / "loogle/shortdep_qa.jsonl", lines(texts))
+    write(directory / "loogle/longdep_qa.jsonl", lines(texts))
+    cloze = [{"Q": "<mask-0> met <mask-1>.", "A": {"<mask-0>": "Ann", "<mask-1>": "Bo"}, "S": "Ann met Bo."}]
+    write(directory / "loogle/shortdep_cloze.jsonl", lines([{"input": "Ann met Bo.", "qa_pairs": str(cloze)}]))
     gsm8k = [{"question": f"{n} and {n}?", "answer": f"{n} + {n} = <<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n},000"}
              for n in range(50)]  # fmt: skip
     write(directory / "reasoning/gsm8k_test.jsonl", lines(gsm8k))
@@ -129,6 +137,25 @@ def passages(document):
     found = re.findall(r"Document (\d+):\n(.+?)(?=\n\nDocument|$)", document.context, flags=re.DOTALL)
     assert [int(number) for number, _ in found] == list(range(1, len(found) + 1))
     return [text for _, text in found]
+
+
+def test_loogle_asks_what_the_cut_text_answers(data_dir):
+    task = make("longdep_qa", data_dir, tokens=9000)
+    [document] = task.documents  # the short text answers nothing
+    assert len(document.questions) == 2
+    assert task.score(" the keeper\nand more", document.questions[0]) == 1
+    [document] = make("longdep_qa", data_dir, tokens=1000, truncate=True).documents
+    assert [one.answers for one in document.questions] == [("The keeper.",), ("Ann",)]
+    with pytest.raises(ValueError, match="pass more tokens"):
+        make("longdep_qa", data_dir, tokens=260, truncate=True)
+
+
+def test_loogle_scores_names_of_masks(data_dir):
+    task = make("shortdep_cloze", data_dir, tokens=2000)
+    [question] = task.documents[0].questions
+    assert task.score(" {'<mask-0>': 'Ann', '<mask-1>': 'Bob'}", question) == 0.5
+    assert task.score("{'<mask-0>': 'Ann', '<mask-1>': 'Bo'}", question) == 1
+    assert task.score("Ann and Bo", question) == task.score("['Ann']", question) == 0
 
 
 def test_squad_takes_paragraphs_of_its_article_first(data_dir):
