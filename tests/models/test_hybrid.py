@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax_models.formats import huggingface
+from kvjax_models.formats.checkpoint import LoadOptions
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.model.gated_delta import GatedDeltaSizes
 from tests.models import tiny
+from tests.models.support import GOLDEN
 
 SIZES = GatedDeltaSizes(key_heads=2, value_heads=4, key_dim=8, value_dim=6, kernel_size=4)
 HYBRID = {
@@ -168,6 +171,17 @@ def test_saved_state_continues(llm, expected, tmp_path):
     restored = SavedStates(tmp_path).restore(generator)
     more, _ = generator.decode_all(restored.state, NEW - 5)
     assert [row + new for row, new in zip(rows, more, strict=True)] == expected
+
+
+def test_int8_weights():
+    exact = huggingface.load_model(GOLDEN / "qwen3_5", jnp.float32)
+    options = LoadOptions(jnp.float32, weight_dtype="int8")
+    rounded = huggingface.load_model(GOLDEN / "qwen3_5", options=options)
+    assert rounded.layers[0].mixer.qkvz.kernel.dtype == rounded.layers[1].attention.output_gate.kernel.dtype == jnp.int8
+    with np.load(GOLDEN / "qwen3_5" / "golden.npz") as arrays:
+        tokens = jnp.asarray(arrays["tokens"])
+    error = np.asarray(rounded(tokens)) - np.asarray(exact(tokens))
+    assert 0 < np.sqrt(np.mean(error**2)) < 0.1 * float(exact(tokens).std())
 
 
 @pytest.mark.parametrize(
