@@ -11,6 +11,8 @@ import kvjax
 from kvjax_models.formats import huggingface
 from kvjax_models.formats.checkpoint import LoadOptions
 from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.prefill import prefill_layers
+from kvjax_models.generation.repetition import make_repetitions
 from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.model.gated_delta import GatedDeltaSizes
 from tests.models import tiny
@@ -105,6 +107,26 @@ def test_policies_apply_to_the_layers_with_attention(llm, policy):
     assert [len(row) for row in rows] == [NEW] * 3 and np.isfinite(state.logits).all()
 
 
+def test_repetitions_continue_the_states_of_their_prompts(llm):
+    """The keys of a repetition equal those of a text that continues the prompt by it."""
+    model, tokens = llm.model, np.asarray([PROMPTS[0][:64]], np.int32)
+    repeat = kvjax.KVzip(budget=32, chunk_tokens=40).requires.repetition
+    layers = list(prefill_layers(model, tokens, jnp.array([64]), 32, [0, 0], repeat))
+    texts, sizes = make_repetitions(repeat, tokens, np.array([64]))
+    assert sizes.size == 2
+    repeated = layers[1].repeated.keys.reshape(2, -1, 2, 16)
+    for text, size, keys in zip(texts[0], sizes[0], repeated, strict=True):
+        entire = jnp.asarray(np.concatenate([tokens[0], text[:size]])[None])
+        x, lengths = model.embed(entire), jnp.array([entire.shape[1]])
+        for number, layer in enumerate(model.layers[:4]):
+            if number in model.config.recurrent_layers:
+                x, _ = layer(x, layer.init_state(1), lengths)
+                continue
+            query, key, value = layer.project(x, *model.rotation(jnp.arange(entire.shape[1])[None], number))
+            x = layer.finish(x, jax.nn.dot_product_attention(query, key, value, is_causal=True))
+        np.testing.assert_allclose(keys[:size], key[0, 64:], atol=2e-4)
+
+
 def test_policies_that_need_gradients_are_refused(llm):
     generator = make_generator(llm, kvjax.KVgrad(budget=32))
     with pytest.raises(ValueError, match="scores with gradients, which pass layers with attention only"):
@@ -150,6 +172,18 @@ def test_one_engine_answers_questions_about_two_documents(llm):
         tokens[numbers[output.number]] += output.tokens
     for number, document in enumerate(documents * 2):
         assert llm.tokenizer.decode(tokens[number]) == document.generate(QUESTIONS[number], max_new_tokens=8)
+
+
+def test_turns_of_a_conversation_continue_their_state(llm):
+    engine = llm.cache("exact").engine(rows=2, max_prompt_tokens=80, max_new_tokens=64)
+    engine.add(PROMPTS[2], max_new_tokens=8, keep=True)
+    *_, first = engine.run()
+    later = [*first.turn.tokens, 21, 22, 23]
+    tokens = []
+    for options in ({"turn": first.turn}, {}):
+        engine.add(later, max_new_tokens=8, **options)
+        tokens.append([token for output in engine.run() for token in output.tokens])
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 8
 
 
 def test_bytes_count_recurrent_states(llm):
