@@ -160,7 +160,7 @@ QWEN3_5 = _family(
 )  # fmt: skip
 QWEN3_5 = dataclasses.replace(QWEN3_5, config_class="Qwen3_5TextConfig")
 _EXPERTS = {
-    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20,
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 20,
 }  # fmt: skip
 QWEN3_NEXT = dataclasses.replace(
     QWEN3_5, name="qwen3_next", config_class="Qwen3NextConfig", model_class="Qwen3NextForCausalLM",
