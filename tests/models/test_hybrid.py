@@ -10,13 +10,14 @@ import pytest
 import kvjax
 from kvjax_models.formats import huggingface
 from kvjax_models.formats.checkpoint import LoadOptions
+from kvjax_models.generation import decode
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill import prefill_layers
 from kvjax_models.generation.repetition import make_repetitions
 from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.model.gated_delta import GatedDeltaSizes
 from tests.models import tiny
-from tests.models.support import GOLDEN
+from tests.models.support import GOLDEN, compile_counts
 
 SIZES = GatedDeltaSizes(key_heads=2, value_heads=4, key_dim=8, value_dim=6, kernel_size=4)
 HYBRID = {
@@ -66,6 +67,13 @@ def test_generates_what_full_attention_generates(llm, expected, options):
     rows, state = generate(make_generator(llm, **options))
     assert rows == expected
     assert len(state.layers) == 2 and len(state.recurrent) == 3
+
+
+def test_one_program_per_layer_computes_the_same(llm, expected, monkeypatch):
+    monkeypatch.setattr(decode, "MIN_LAYERS", 5)
+    with compile_counts([decode.step_recurrent_layer, decode.step_layer], [1, 1]):  # layers of one kind share one
+        rows, state = generate(make_generator(llm, max_new_tokens=41))
+    assert decode.runs_by_layer(state, None) and rows == expected
 
 
 def test_chunks_of_any_size_give_one_state(llm):
