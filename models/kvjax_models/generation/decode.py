@@ -51,7 +51,7 @@ class _Flat(Generic[M]):
 
 
 class _Layer(NamedTuple):
-    """What a layer's program takes of the model; layers without attention have neither rotary embedding nor scorer."""
+    """A layer's inputs from the model; layers without attention have neither rotary embedding nor scorer."""
 
     module: _Flat[Any]
     rotary: Rotary | None = None

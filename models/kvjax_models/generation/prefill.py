@@ -50,7 +50,7 @@ from kvjax_models.sharding import (
 class PrefilledLayer(NamedTuple):
     """The results of one layer with attention for prompts that are padded to N tokens.
 
-    In a hybrid model, they include those of the layers without attention that follow it, and precede the first one.
+    In a hybrid model, they include the layers without attention that follow it, and that precede the first one.
     """
 
     x: Float[Array, "B M C W"]  # the residual stream in chunks after these layers; donated to the next one

@@ -124,7 +124,7 @@ class GatedDeltaNet(nnx.Module):
             norm_epsilon: epsilon of the norm of the outputs.
             dtype: dtype of parameters and activations.
             rngs: random keys of the initial parameters.
-            quantized: whether the kernels of projections are int8, except those of the gates `ba`.
+            quantized: whether the kernels of projections are int8, except the gates' `ba`.
         """
         self.sizes, self.norm_epsilon = sizes, norm_epsilon
         heads, group, values = sizes.key_heads, sizes.group_size, sizes.value_heads * sizes.value_dim
@@ -262,7 +262,7 @@ def _step(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    """What the outputs and the last state of a chunk need besides its first state S.
+    """Matrices that give the outputs and the last state of a chunk as functions of its first state S.
 
     With the decay d_i from the start of the chunk up to token i, and D at its end:
 
