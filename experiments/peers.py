@@ -8,7 +8,7 @@ PYTHON is an interpreter with torch and kvpress (`make parity` installs them). T
 
 - `25%`: share of a full cache of prompt, question and answer. A press keeps all tokens after the prompt, so it keeps
   fewer tokens of the prompt.
-- `25% of the prompt`: kvpress's convention, share of the prompt's tokens.
+- `25% of the prompt`: kvpress's convention, share of the prompt's tokens, as `experiments.evaluate` counts the text's.
 
 Some presses mask tokens that they drop; their rows count these tokens as freed, and `host_bytes` is 0. With
 `--question seen`, a press compresses the prompt except its last token.
@@ -154,7 +154,8 @@ def answer(process: presses.Presses, task: Task, press: str, rows: Sequence[Row]
         reply = process.answer(press, kept, context, questions, task.answer_tokens)
     except presses.PressFailed as error:
         return [dataclasses.replace(row, error=str(error)) for row in rows]
-    fraction = (reply["kept"] + later) / (len(context) + later)
+    is_of_text = str(rows[0].budget).endswith(OF_PROMPT)
+    fraction = reply["kept"] / len(context) if is_of_text else (reply["kept"] + later) / (len(context) + later)
     assert task.score is not None
     done = []
     for row, item, text in zip(rows, unit.items, reply["answers"], strict=True):
@@ -167,6 +168,7 @@ def answer(process: presses.Presses, task: Task, press: str, rows: Sequence[Row]
                 prompt_tokens=len(context),
                 cache_fraction=fraction,
                 read_fraction=fraction,
+                tail_fraction=later / len(context) if is_of_text else None,
                 settings={"held_tokens": reply["held"], "kept_tokens": reply["kept"]},
             )
         )

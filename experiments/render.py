@@ -17,7 +17,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments import claims, device, result_figures, summarize
+from experiments import claims, device, peers, result_figures, summarize
 from experiments.common import ROOT, caches, plots
 from experiments.common.console import markdown_table
 from experiments.common.flags import Flags, run_command
@@ -175,10 +175,11 @@ def make_cells(rows: Iterable[Row]) -> list[Cell]:
         for line in _lines(of_group):
             row = policies[line.setting]
             named = policy_of(row.policy)
-            has_budget = row.policy == caches.FULL or (row.budget or "").endswith("%")
+            size = (row.budget or "100%").removesuffix(peers.OF_PROMPT)
+            has_budget = row.policy == caches.FULL or (row.budget is not None and size.endswith("%"))
             if named is None or line.mean is None or not has_budget:
                 continue
-            budget = float((row.budget or "100%").rstrip("%"))
+            budget = float(size.rstrip("%"))
             cell = Cell(model, task, tokens, question, metric, *named, budget, line, line.held * full)
             key = (*cell[:7], budget)
             # A cell whose PUBLISHED form is measured shows that form.
