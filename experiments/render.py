@@ -389,7 +389,7 @@ def uniform_table(_: str, results: Results) -> str:
         ("smollm2-135m", "perplexity_books", 2048, "bfloat16", "12.5%", "int4"),
         ("gemma-3-270m", "facts", 1024, "float32", "25%", "int8"),
     ]
-    systems = [*SYSTEMS, "subgen_mean", "balancekv_theory", "snapkv", "streaming_llm"]
+    systems = [*SYSTEMS, "subgen_mean", "balancekv_theory"]
     table: dict[str, list[str]] = {NAMES[one]: [] for one in systems if one not in ALL_TOKENS}
     for case in cases:
         rows: dict[str, list[Row]] = {}
