@@ -32,7 +32,7 @@ from kvjax_models.generation.sampling import GREEDY, Sampling, SamplingOptions
 from kvjax_models.generation.saved_states import describe_model
 from kvjax_models.generation.state import GenerationState
 from kvjax_models.kept import kept_shares
-from kvjax_models.model.gated_delta import RecurrentState
+from kvjax_models.model.recurrent import RecurrentState
 from kvjax_models.profile import Profile
 from kvjax_models.prompts import Message, Prompt, TemplateOptions, as_prompts, check_prompt, is_prompt, render_question
 from kvjax_models.saves import Saves, describe_difference

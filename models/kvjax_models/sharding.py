@@ -23,11 +23,12 @@ KV_SPEC = PartitionSpec(DATA, TENSOR)  # [B, H_kv, ...]
 
 # The sharded axis of each parameter, counted from the last axis, by the names of its module and of itself. Kernels
 # [in, out] are sharded along `out` before attention or the activation and along `in` after it; qkv kernels
-# [W, H_kv, G + 2, D] along KV heads. Parameters of the gated delta rule are sharded along key heads [..., H, C]. All
-# other parameters are replicated.
+# [W, H_kv, G + 2, D] along KV heads. Parameters of the gated delta rule are sharded along key heads [..., H, C],
+# those of short convolutions along channels. All other parameters are replicated.
 _SHARDED_AXIS = {
     **{(module, "kernel"): -2 for module in ("qkvz", "ba", "out")},
     ("mixer", "convolution"): -2,
+    **{(module, name): -1 for module in ("bcx", "mixer") for name in ("kernel", "bias")},
     **{("mixer", name): -1 for name in ("log_rate", "decay_bias")},
     **{("output_gate", name): -1 for name in ("kernel", "bias")},
     **{("qkv", name): -3 for name in ("kernel", "bias")},
@@ -105,7 +106,7 @@ def constrain_states(states: Any, mesh: Mesh | None) -> Any:
     """Constrains states to the shardings of their annotations (`kvjax.distributed.sharding`).
 
     Args:
-        states: states, such as `gated_delta.RecurrentState`.
+        states: states, such as `recurrent.RecurrentState`.
         mesh: the mesh; None for a single device.
 
     Returns:
@@ -213,7 +214,7 @@ def parameter_specs(parameters: Any, query_heads: int, mesh: Mesh) -> Any:
             # Devices that share a KV head need all of its projection: each takes a part of the input axis.
             inputs = (dividing_axes(leaf.shape[0], (SEQUENCE,)),) if name == "kernel" else ()
             return PartitionSpec(*inputs, dividing_axes(leaf.shape[axis], (TENSOR,)))
-        if module in ("qkvz", "ba", "mixer", "out"):
+        if module in ("qkvz", "ba", "bcx", "mixer", "out"):
             return PartitionSpec(*[None] * axis, dividing_axes(leaf.shape[axis], (TENSOR,)))
         size = query_heads if module in ("output", "output_gate") else leaf.shape[axis]
         return PartitionSpec(*[None] * axis, dividing_axes(size, (TENSOR, SEQUENCE), (TENSOR,)))

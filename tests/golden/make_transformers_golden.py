@@ -67,6 +67,7 @@ WRONG_FEATURES = {
         {"rope_parameters": families.QWEN3_5.values["rope_parameters"] | {"partial_rotary_factor": 0.5}},
         {"rms_norm_eps": 1e-2},
     ],
+    "lfm2": [{"rope_parameters": {"rope_type": "default", "rope_theta": 200.0}}, {"norm_eps": 1e-2}],
     "granite": [{"residual_multiplier": 0.6}, {"logits_scaling": 1.6}],
     "gemma4": [
         {"sliding_window": 9},

@@ -170,11 +170,16 @@ QWEN3_5_MOE = dataclasses.replace(
     QWEN3_5, name="qwen3_5_moe", config_class="Qwen3_5MoeTextConfig", model_class="Qwen3_5MoeForCausalLM",
     values={key: value for key, value in QWEN3_5.values.items() if key != "intermediate_size"} | _EXPERTS,
 )  # fmt: skip
+LFM2 = _family(
+    "lfm2", "Lfm2", num_hidden_layers=4, layer_types=["conv", "full_attention", "conv", "full_attention"],
+    conv_bias=True, block_multiple_of=16, block_ffn_dim_multiplier=1.1, tie_word_embeddings=False,
+    rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+)  # fmt: skip
 
 GOLDEN = (
     LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, QWEN3_MOE, MIXTRAL, GPT_OSS, GLM, GLM4, PHI3, OLMO2,
     OLMO3, SMOLLM3, GRANITE, MINISTRAL, SEED_OSS, MINISTRAL3, EXAONE4, ERNIE4_5, HUNYUAN_V1_DENSE, ARCEE, GRANITE_SWA,
-    GEMMA4, GEMMA4_EXPERTS, GLM4_MOE, DOTS1, MINIMAX_M2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT,
+    GEMMA4, GEMMA4_EXPERTS, GLM4_MOE, DOTS1, MINIMAX_M2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, LFM2,
 )  # fmt: skip
 # The golden files of these have one way of tying embeddings; live tests have both.
 _TIED_OR_NOT = (LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3)
@@ -213,6 +218,10 @@ LIVE = (
         linear_conv_kernel_dim=2, num_hidden_layers=3,
         layer_types=["full_attention", "linear_attention", "linear_attention"],
     ),
+    LFM2.but(
+        "lfm2-convolution-last", conv_bias=False, conv_L_cache=4, block_auto_adjust_ff_dim=False,
+        tie_word_embeddings=True, num_hidden_layers=3, layer_types=["full_attention", "conv", "conv"],
+    ),
     LLAMA2.but("llama-biases", attention_bias=True, mlp_bias=True),
     MISTRAL.but("mistral-full", sliding_window=None),
     QWEN2.but("qwen2-full", use_sliding_window=False),
@@ -247,7 +256,8 @@ def write(family: Family, directory: pathlib.Path, seed: int = 0, bfloat16: bool
                     values = 0.3 * noise  # the weight is 1 + w
             else:
                 gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
-                values = gain * noise / (parameter.shape[2] if "conv1d" in name else parameter.shape[1]) ** 0.5
+                is_convolution = "conv1d" in name or "conv.conv" in name
+                values = gain * noise / (parameter.shape[2] if is_convolution else parameter.shape[1]) ** 0.5
                 if "embed_tokens" in name or "lm_head" in name:
                     values = 2 * values
             parameter.copy_(values.to(torch.bfloat16).float() if bfloat16 else values)

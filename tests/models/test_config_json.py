@@ -243,6 +243,49 @@ def test_multimodal_gemma3_gives_its_text_decoder():
     assert config.tied_embeddings and config.attention_scale is None
 
 
+LFM2_HUB = {  # like the published config of the model of 1.2B parameters
+    "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "block_auto_adjust_ff_dim": True, "block_dim": 2048,
+    "block_ff_dim": 12288, "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 256,
+    "block_norm_eps": 1e-05, "block_out_init_scale": 1.0, "conv_L_cache": 3, "conv_bias": False, "conv_dim": 2048,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048, "max_position_embeddings": 128000, "norm_eps": 1e-05,
+    "num_attention_heads": 32, "num_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
+    "rope_theta": 1000000.0, "tie_embedding": True, "use_pos_enc": True, "vocab_size": 65536,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes, width",
+    [
+        ({}, 8192),
+        ({"block_ff_dim": 6656}, 4608),
+        ({"block_ffn_dim_multiplier": 1.3}, 10752),
+        ({"block_ffn_dim_multiplier": None, "block_ff_dim": 1000}, 666),
+        ({"block_auto_adjust_ff_dim": False}, 12288),
+        ({"block_ff_dim": None, "intermediate_size": 384}, 256),
+    ],
+)
+def test_lfm2_adjusts_the_width_of_its_mlps(changes, width):
+    config = parse_config(LFM2_HUB | changes)
+    assert config.mlp_width == width and config.tied_embeddings and config.attention_layers == (2, 5, 8, 10, 12, 14)
+    assert config.recurrence.channels == 2048 and config.recurrence.kernel_size == 3
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"full_attn_idxs": 3}, "full_attn_idxs=3 must be a list"),
+        ({"conv_L_cache": 1}, "conv_L_cache=1 must be an integer from 2"),
+        ({"conv_bias": "yes"}, "conv_bias='yes' must be true or false"),
+        ({"layer_types": ["linear_attention"] * 16}, "linear_attention.* supported: full_attention, conv"),
+        ({"full_attn_idxs": []}, "recurrent_layers names every layer"),
+        ({"sliding_window": 64, "layer_types": ["sliding_attention"] * 16}, "supported: full_attention, conv"),
+    ],
+)
+def test_values_that_lfm2_does_not_support_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse_config(LFM2_HUB | changes)
+
+
 def test_layers_of_gemma4_have_two_sizes_of_heads():
     values = LLAMA | {
         "model_type": "gemma4_text", "num_hidden_layers": 7, "num_attention_heads": 8, "num_key_value_heads": 4,

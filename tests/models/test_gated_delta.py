@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax_models.model.gated_delta import (
-    GatedDeltaNet,
-    GatedDeltaSizes,
-    convolve,
-    gated_delta_rule,
-    init_recurrent_state,
-)
+from kvjax_models.model.gated_delta import GatedDeltaNet, GatedDeltaSizes, gated_delta_rule
 
 BATCH, HEADS, GROUP, KEY_DIM, VALUE_DIM = 2, 2, 3, 8, 6
 
@@ -72,7 +66,7 @@ def test_gradients_are_finite_for_large_decays():
 def make_layer(dtype=jnp.float32):
     sizes = GatedDeltaSizes(key_heads=HEADS, value_heads=HEADS * GROUP, key_dim=8, value_dim=6, kernel_size=4)
     layer = GatedDeltaNet(16, sizes, 1e-6, dtype=dtype, rngs=nnx.Rngs(0))
-    return layer, init_recurrent_state(sizes, BATCH, dtype)
+    return layer, sizes.init_state(BATCH, dtype)
 
 
 def test_tokens_in_parts_equal_one_pass():
@@ -96,18 +90,8 @@ def test_padding_does_not_change_the_state(tokens):
     _, unchanged = layer(x[:, 30:], state, jnp.array([tokens, 0]))
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1], b[1]), unchanged, state)
     assert float(jnp.abs(unchanged.memory[0] - state.memory[0]).max()) > 1e-3
-    _, short = layer(x[1:, :2], init_recurrent_state(layer.sizes, 1, jnp.float32), jnp.array([2]))
+    _, short = layer(x[1:, :2], layer.sizes.init_state(1, jnp.float32), jnp.array([2]))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a[1:], b, atol=1e-6), state, short)
-
-
-def test_convolution_equals_numpy():
-    rng = np.random.default_rng(0)
-    x, kernel, last = rng.normal(size=(1, 5, 1, 1)), rng.normal(size=(4, 1, 1)), rng.normal(size=(1, 3, 1, 1))
-    y, tail = convolve(*(jnp.asarray(one, jnp.float32) for one in (x, kernel, last)), jnp.array([4]))
-    entire = np.concatenate([last, x], axis=1).reshape(-1)
-    expected = np.convolve(entire, kernel[::-1].reshape(-1), mode="valid")
-    np.testing.assert_allclose(y.reshape(-1), jax.nn.silu(expected), rtol=1e-5)
-    np.testing.assert_allclose(tail.reshape(-1), entire[4:7], rtol=1e-6)
 
 
 def test_value_heads_must_share_key_heads_evenly():

@@ -21,7 +21,7 @@ from tests.models.support import GOLDEN, compile_counts
 
 SIZES = GatedDeltaSizes(key_heads=2, value_heads=4, key_dim=8, value_dim=6, kernel_size=4)
 HYBRID = {
-    "layers": 5, "recurrent_layers": (0, 2, 4), "gated_delta": SIZES, "attention_gate": True, "query_key_norm": True,
+    "layers": 5, "recurrent_layers": (0, 2, 4), "recurrence": SIZES, "attention_gate": True, "query_key_norm": True,
     "norm_offset": 1.0, "rotary_dim": 4,
 }  # fmt: skip
 PROMPTS = [[(7 * i + 3) % 90 + 2 for i in range(70)], [5, 9, 33], [(5 * i) % 80 + 4 for i in range(21)]]
@@ -35,7 +35,11 @@ def llm():
 
 @pytest.fixture(scope="module")
 def expected(llm):
-    """The greedy continuation of every prompt, computed without a cache, and the logits after it."""
+    return continue_without_cache(llm)
+
+
+def continue_without_cache(llm):
+    """Returns the greedy continuation of every prompt."""
     rows = [list(prompt) for prompt in PROMPTS]
     forward = jax.jit(lambda model, tokens: model(tokens))
     for _ in range(NEW):
@@ -229,7 +233,7 @@ def test_int8_weights():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"gated_delta": None}, "recurrent_layers and gated_delta must be set together"),
+        ({"recurrence": None}, "recurrent_layers and recurrence must be set together"),
         ({"recurrent_layers": range(5)}, "recurrent_layers names every layer"),
     ],
 )

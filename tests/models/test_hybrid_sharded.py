@@ -13,6 +13,7 @@ from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.model.gated_delta import GatedDeltaSizes
 from kvjax_models.model.llama import Llama
+from kvjax_models.model.short_convolution import ShortConvolutionSizes
 from kvjax_models.sharding import shard_model
 from tests.models import tiny
 from tests.models.test_generate_sharded import (
@@ -27,12 +28,12 @@ from tests.models.test_generate_sharded import (
 
 POLICY = kvjax.Exact(compact_every=4)
 DELTA = GatedDeltaSizes(key_heads=4, value_heads=8, key_dim=8, value_dim=6, kernel_size=3)
-HYBRID = {"vocab_size": 98, "layers": 3, "recurrent_layers": (0, 2), "gated_delta": DELTA, "attention_gate": True}
+HYBRID = {"vocab_size": 98, "layers": 3, "recurrent_layers": (0, 2), "recurrence": DELTA, "attention_gate": True}
 
 
 @functools.cache
-def make_model():
-    return tiny.make_lively_llm(**dataclasses.asdict(CONFIG) | HYBRID).model
+def make_model(**changes):
+    return tiny.make_lively_llm(**dataclasses.asdict(CONFIG) | HYBRID | changes).model
 
 
 @needs_devices
@@ -67,6 +68,18 @@ def test_a_state_saved_on_one_mesh_continues_on_another(tmp_path):
 
 
 @needs_devices
+def test_short_convolutions_are_sharded_along_channels():
+    mesh = make_mesh(data=2, tensor=4)
+    model = make_model(recurrence=ShortConvolutionSizes(channels=CONFIG.width, kernel_size=3, use_bias=True))
+    rows, state = generate_turns(model, POLICY)
+    sharded_rows, sharded_state = generate_turns(shard_model(model, mesh), POLICY)
+    assert sharded_rows == rows
+    np.testing.assert_allclose(sharded_state.logits, state.logits, atol=1e-4)
+    assert_sharded(sharded_state, mesh)
+    assert sharded_state.recurrent[0].inputs.addressable_shards[0].data.shape == (2, 2, CONFIG.width // 4)
+
+
+@needs_devices
 def test_documents_on_a_mesh(tmp_path):
     """A document that one device saved answers on the mesh."""
     tokenizer = tiny.make_llm().tokenizer
@@ -86,7 +99,7 @@ def test_documents_on_a_mesh(tmp_path):
 @needs_devices
 def test_key_heads_must_be_divided_among_the_devices():
     sizes = dataclasses.replace(DELTA, key_heads=2)
-    config = dataclasses.replace(CONFIG, **HYBRID | {"gated_delta": sizes})
+    config = dataclasses.replace(CONFIG, **HYBRID | {"recurrence": sizes})
     model = shard_model(Llama(config, rngs=tiny.nnx.Rngs(0)), make_mesh(data=2, tensor=4))
     with pytest.raises(ValueError, match="2 along 'H' cannot be divided among 4 devices along 'tensor'"):
         Generator(model, POLICY, **SIZES).init_state()

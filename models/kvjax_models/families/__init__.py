@@ -5,7 +5,6 @@
 
 from kvjax_models.families.arcee import ARCEE
 from kvjax_models.families.config_values import FULL_ATTENTION as FULL_ATTENTION
-from kvjax_models.families.config_values import LINEAR_ATTENTION as LINEAR_ATTENTION
 from kvjax_models.families.config_values import SLIDING_ATTENTION as SLIDING_ATTENTION
 from kvjax_models.families.config_values import ConfigValues as ConfigValues
 from kvjax_models.families.dots1 import DOTS1
@@ -19,6 +18,7 @@ from kvjax_models.families.gpt_oss import GPT_OSS
 from kvjax_models.families.granite import GRANITE
 from kvjax_models.families.granite_swa import GRANITE_SWA
 from kvjax_models.families.hunyuan import HUNYUAN_V1_DENSE
+from kvjax_models.families.lfm2 import LFM2
 from kvjax_models.families.llama import LLAMA
 from kvjax_models.families.minimax import MINIMAX_M2
 from kvjax_models.families.ministral3 import MINISTRAL3
@@ -34,6 +34,6 @@ from kvjax_models.families.smollm3 import SMOLLM3
 _FAMILIES = (
     LLAMA, MISTRAL, MINISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GPT_OSS, GEMMA, GEMMA2, GEMMA3, GLM, GLM4, PHI3,
     OLMO2, OLMO3, SMOLLM3, GRANITE, SEED_OSS, MINISTRAL3, EXAONE4, ERNIE4_5, HUNYUAN_V1_DENSE, ARCEE, GRANITE_SWA,
-    GEMMA4, GEMMA4_UNIFIED, GLM4_MOE, DOTS1, MINIMAX_M2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT,
+    GEMMA4, GEMMA4_UNIFIED, GLM4_MOE, DOTS1, MINIMAX_M2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, LFM2,
 )  # fmt: skip
 FAMILIES = {family.model_type: family for family in _FAMILIES}

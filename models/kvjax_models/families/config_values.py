@@ -3,8 +3,9 @@
 import math
 from typing import Any
 
-# Entries of `layer_types`; the last one is a gated delta rule.
+# Entries of `layer_types`; the last two are a gated delta rule and a short convolution.
 FULL_ATTENTION, SLIDING_ATTENTION, LINEAR_ATTENTION = "full_attention", "sliding_attention", "linear_attention"
+CONVOLUTION = "conv"
 MAX_INTEGER = 2**31 - 1  # positions and token ids are int32
 
 

@@ -116,7 +116,7 @@ class Family:
         activations: values of `hidden_act`, and those of `LlamaConfig.activation`.
         more_fields: computes further fields, and refuses values that the decoder does not implement.
         layer_types: computes the attention type of every layer from other keys than `layer_types`.
-        is_hybrid: whether layers may have a gated delta rule in place of attention.
+        recurrent_type: type of layers with a recurrence in place of attention; None without such layers.
         reads_layer_types: whether the key `layer_types` has precedence; transformers ignores it in the other families.
         partial_rotary: whether only a part of each head may be rotated.
         rope_keys: further keys of the rotary embedding that are understood, or that change nothing.
@@ -139,7 +139,7 @@ class Family:
     activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: ACTIVATIONS)
     more_fields: Callable[[ConfigValues], Mapping[str, Any]] = lambda values: {}
     layer_types: Callable[[ConfigValues], list[str]] = full_layers
-    is_hybrid: bool = False
+    recurrent_type: str | None = None
     reads_layer_types: bool = False
     partial_rotary: bool = False
     rope_keys: tuple[str, ...] = ()

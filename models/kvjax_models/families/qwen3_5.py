@@ -31,7 +31,7 @@ def gated_delta(values: ConfigValues) -> dict[str, Any]:
         value_dim=values.integer("linear_value_head_dim"),
         kernel_size=values.integer("linear_conv_kernel_dim", minimum=2),
     )
-    return {"gated_delta": sizes}
+    return {"recurrence": sizes}
 
 
 QWEN3_5 = Family(
@@ -55,7 +55,7 @@ QWEN3_5 = Family(
     activations={"silu": "silu"},  # also of the convolutions
     more_fields=gated_delta,
     layer_types=_every_nth_attends,
-    is_hybrid=True,
+    recurrent_type=LINEAR_ATTENTION,
     reads_layer_types=True,
     partial_rotary=True,
     rope_keys=("mrope_section", "mrope_interleaved"),  # of images; equal for the positions of a text

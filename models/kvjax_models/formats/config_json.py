@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.spec import MAX_TOKENS
-from kvjax_models.families import FAMILIES, FULL_ATTENTION, LINEAR_ATTENTION, SLIDING_ATTENTION, ConfigValues, Family
+from kvjax_models.families import FAMILIES, FULL_ATTENTION, SLIDING_ATTENTION, ConfigValues, Family
 from kvjax_models.formats import config_keys, rope_config
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.rotary import RopeScaling
@@ -181,10 +181,10 @@ def _layer_kinds(family: Family, values: ConfigValues) -> dict[str, tuple[Any, .
         kinds = listed
     elif listed is not None and listed != kinds:
         raise ValueError(f"layer_types={listed} is not supported for {family.model_type}: its layers are equal")
-    supported = (FULL_ATTENTION, LINEAR_ATTENTION) if family.is_hybrid else (FULL_ATTENTION, SLIDING_ATTENTION)
+    supported = (FULL_ATTENTION, family.recurrent_type or SLIDING_ATTENTION)
     if unknown := {str(kind) for kind in kinds} - {*supported}:
         raise ValueError(f"layer_types={sorted(unknown)} is not supported; supported: {', '.join(supported)}")
-    recurrent = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR_ATTENTION)
+    recurrent = tuple(layer for layer, kind in enumerate(kinds) if kind == family.recurrent_type)
     if SLIDING_ATTENTION not in kinds:
         return {"recurrent_layers": recurrent, "windows": ()}
     window = min(values.integer("sliding_window"), MAX_TOKENS)

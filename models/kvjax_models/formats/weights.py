@@ -15,6 +15,7 @@ import numpy as np
 
 from kvjax_models.families.family import Family, Path
 from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.gated_delta import GatedDeltaSizes
 
 Shape = tuple[int, ...]
 T = TypeVar("T")
@@ -137,13 +138,15 @@ def _rule(
     config = config.of_layer(int(path[1])) if in_layer else config
     if in_layer and leaf == "convolution":
         return _convolution_rule(family, config, path, shape)
+    if in_layer and path[2:] == ("mixer", "kernel"):
+        return _short_convolution_rule(family, path, shape)
     if in_layer and (names := family.module_names(path[2:])):
         return TensorRule((path,), (f"model.layers.{path[1]}.{names[0]}",), (shape,), lambda tensors: [tensors[0]])
     if in_layer and path[-2] in ("qkvz", "ba"):
         return _delta_projection_rule(family, config, path, shape)
     if in_layer and path[-2] == "output_gate":
         return _gate_rule(family, config, path)
-    if in_layer and path[-2] in ("qkv", "gate_up"):
+    if in_layer and path[-2] in ("qkv", "gate_up", "bcx"):
         return _projection_rule(family, config, path, shape)
     if in_layer and path[-2] in ("gate", "up", "down") and len(shape) == (2 if leaf == "bias" else 3):
         [module] = family.module_names(("experts", path[-2]))
@@ -166,7 +169,7 @@ def _rule(
         [module] = family.module_names(path[2:-1])
         name = f"model.layers.{path[1]}.{module}.{suffix}"
     else:
-        name = f"{_MODULES[path[:-1]]}.{suffix}"
+        name = f"{family.modules.get(path[:-1], _MODULES[path[:-1]])}.{suffix}"
     return TensorRule((path,), (name,), (shape[::-1] if is_kernel else shape,), read)
 
 
@@ -247,8 +250,8 @@ def _delta_projection_rule(family: Family, config: LlamaConfig, path: Path, shap
     The file has one tensor, in which every key head has its outputs in turn, or several, in which every kind of output
     has its heads in turn: queries, keys and values in one tensor, and gates in another one.
     """
-    modules, sizes = family.module_names(path[2:-1]), config.gated_delta
-    assert sizes is not None
+    modules, sizes = family.module_names(path[2:-1]), config.recurrence
+    assert isinstance(sizes, GatedDeltaSizes)
     inputs, heads, outputs = shape
     gates = sizes.group_size * sizes.value_dim
     kinds = ((outputs - gates, gates), (sizes.group_size,) * 2)[path[3] == "ba"]
@@ -278,10 +281,18 @@ def _convolution_rule(family: Family, config: LlamaConfig, path: Path, shape: Sh
     return TensorRule((path,), (f"model.layers.{path[1]}.{name}",), ((heads * channels, 1, kernel_size),), read)
 
 
+def _short_convolution_rule(family: Family, path: Path, shape: Shape) -> TensorRule:
+    """Returns the rule of a short convolution [k, C], stored as [C, 1, k]."""
+    kernel_size, channels = shape
+    [name] = family.module_names(path[2:])
+    names, shapes = (f"model.layers.{path[1]}.{name}",), ((channels, 1, kernel_size),)
+    return TensorRule((path,), names, shapes, lambda tensors: [tensors[0][:, 0].T])
+
+
 def _split_by_kind(tensor: np.ndarray, config: LlamaConfig) -> list[np.ndarray]:
     """Returns the rows of queries, keys and values of the gated delta rule."""
-    assert config.gated_delta is not None
-    keys = config.gated_delta.key_heads * config.gated_delta.key_dim
+    assert isinstance(config.recurrence, GatedDeltaSizes)
+    keys = config.recurrence.key_heads * config.recurrence.key_dim
     return np.split(tensor, [keys, 2 * keys])
 
 

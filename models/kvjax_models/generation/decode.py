@@ -21,8 +21,8 @@ from kvjax.shared.staging import Counters
 from kvjax_models.generation.sampling import MAX_LOGPROBS, SampledTokens, is_finite, sample, with_answer, with_prompt
 from kvjax_models.generation.scorer import predict_log_scores
 from kvjax_models.generation.state import GenerationState, constrain_state
-from kvjax_models.model.gated_delta import RecurrentState
 from kvjax_models.model.llama import DecoderLayer, Llama, RecurrentLayer
+from kvjax_models.model.recurrent import RecurrentState
 from kvjax_models.model.rotary import Rotary, rotation
 from kvjax_models.sharding import constrain_replicated, constrain_to_batch, replicate
 

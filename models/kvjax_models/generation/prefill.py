@@ -32,8 +32,8 @@ from kvjax_models.generation.sequence_parallel import (
 )
 from kvjax_models.model import flash_attention
 from kvjax_models.model.exact_attention import attend_in_chunks
-from kvjax_models.model.gated_delta import RecurrentState
 from kvjax_models.model.llama import DecoderLayer, Llama, RecurrentLayer
+from kvjax_models.model.recurrent import RecurrentState
 from kvjax_models.model.rotary import Angles, Rotary, rotation
 from kvjax_models.sharding import (
     KV_SPEC,

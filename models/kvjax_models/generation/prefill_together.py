@@ -15,7 +15,7 @@ from kvjax.policy import Repetition, merge_requirements
 from kvjax_models import compile_cache
 from kvjax_models.generation.prefill import PrefilledLayer, compress_layer, last_logits, prefill_layers
 from kvjax_models.generation.state import GenerationState, finish_prefill, shard_state
-from kvjax_models.model.gated_delta import RecurrentState
+from kvjax_models.model.recurrent import RecurrentState
 from kvjax_models.sharding import replicate
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from kvjax_models.generation.sequence_parallel import (
     with_gathered_parameters,
 )
 from kvjax_models.model.exact_attention import PromptAndTexts, attend_repetitions, attend_texts
-from kvjax_models.model.gated_delta import RecurrentState
 from kvjax_models.model.llama import DecoderLayer, RecurrentLayer
+from kvjax_models.model.recurrent import RecurrentState
 from kvjax_models.model.rotary import Rotary, rotation
 from kvjax_models.sharding import KV_SPEC, constrain_to_batch, head_counts, shard_attention
 

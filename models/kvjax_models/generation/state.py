@@ -26,8 +26,8 @@ from kvjax.shared.staging import Counters
 from kvjax.state import count_row_faults, fault, row_randomness, state, static
 from kvjax_models.generation.sampling import RowSampling, Sampling, is_finite, row_sampling, with_prompt
 from kvjax_models.model.config import LlamaConfig
-from kvjax_models.model.gated_delta import GatedDeltaSizes, RecurrentState, init_recurrent_state
 from kvjax_models.model.llama import Llama
+from kvjax_models.model.recurrent import RecurrentSizes, RecurrentState
 from kvjax_models.sharding import constrain_replicated, constrain_states, constrain_to_batch
 
 
@@ -200,12 +200,12 @@ def init_recurrent(
         dtype: dtype of the model.
         mesh: mesh of the states.
     """
-    return tuple(_init_recurrent(config.gated_delta, batch, jnp.dtype(dtype), mesh) for _ in config.recurrent_layers)
+    return tuple(_init_recurrent(config.recurrence, batch, jnp.dtype(dtype), mesh) for _ in config.recurrent_layers)
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "batch", "dtype", "mesh"))
-def _init_recurrent(sizes: GatedDeltaSizes, batch: int, dtype: np.dtype, mesh: Mesh | None) -> RecurrentState:
-    return constrain_states(init_recurrent_state(sizes, batch, dtype), mesh)
+def _init_recurrent(sizes: RecurrentSizes, batch: int, dtype: np.dtype, mesh: Mesh | None) -> RecurrentState:
+    return constrain_states(sizes.init_state(batch, dtype), mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("batch", "vocab_size", "mesh"))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax_models.model.activations import ACTIVATIONS
-from kvjax_models.model.gated_delta import GatedDeltaSizes
+from kvjax_models.model.recurrent import RecurrentSizes
 from kvjax_models.model.rotary import RopeScaling, Rotary, make_rotary
 
 NORMS = ("pre", "post", "sandwich")
@@ -50,8 +50,8 @@ class LlamaConfig:
             embedding make them differ afterwards, so caches store both.
         layer_scale: whether the output of every layer is multiplied by a parameter.
         attention_gate: whether the output of attention is multiplied by the sigmoid of a projection of its input.
-        recurrent_layers: layers with a gated delta rule in place of attention (`model.gated_delta`).
-        gated_delta: sizes of these layers.
+        recurrent_layers: layers with a recurrence in place of attention (`model.recurrent`).
+        recurrence: sizes of these layers, which determine the kind of recurrence.
         query_growth: growth of queries with their position; see `rotary.Rotary`.
         query_period: positions with the same growth.
         attention_logit_cap: cap c of attention logits, l -> c tanh(l / c); None: no cap.
@@ -109,7 +109,7 @@ class LlamaConfig:
     layer_scale: bool = False
     attention_gate: bool = False
     recurrent_layers: tuple[int, ...] = ()
-    gated_delta: GatedDeltaSizes | None = None
+    recurrence: RecurrentSizes | None = None
     query_growth: float = 0.0
     query_period: int = 1
     attention_logit_cap: float | None = None
@@ -153,8 +153,8 @@ class LlamaConfig:
             raise ValueError(f"rotary_dim={self.rotary_dim} must be even and between 2 and head_dim={self.head_dim}")
         if self.windows and len(self.windows) != self.layers:
             raise ValueError(f"windows must have one entry per layer ({self.layers}), got {len(self.windows)}")
-        if bool(self.recurrent_layers) != (self.gated_delta is not None):
-            raise ValueError("recurrent_layers and gated_delta must be set together")
+        if bool(self.recurrent_layers) != (self.recurrence is not None):
+            raise ValueError("recurrent_layers and recurrence must be set together")
         if self.recurrent_layers and not self.attention_layers:
             raise ValueError("recurrent_layers names every layer; at least one must have attention")
         for name, allowed in (("activation", ACTIVATIONS), ("norms", NORMS), ("scoring_func", SCORING_FUNCS)):

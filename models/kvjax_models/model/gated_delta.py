@@ -30,11 +30,25 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.state import state
 from kvjax_models.model.quantized import make_linear
+from kvjax_models.model.short_convolution import convolve, last_inputs
 
 CHUNK = 64  # tokens whose writes one triangular matrix combines
 
 # TPUs and GPUs would otherwise round operands to fewer bits, and errors in a state stay for the rest of a sequence.
 _einsum = functools.partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
+
+
+@state
+class DeltaState:
+    """The state of the rows of a batch in one layer.
+
+    Attributes:
+        inputs: inputs of the convolution of the last tokens, zeros before the first one, in the dtype of the model.
+        memory: the state of every value head, by key head, float32.
+    """
+
+    inputs: Float[Array, "B t H C"]
+    memory: Float[Array, "B H G K V"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,33 +88,18 @@ class GatedDeltaSizes:
         """Inputs of the convolution per key head: a query, a key and the values of its heads."""
         return 2 * self.key_dim + self.group_size * self.value_dim
 
+    def init_state(self, batch: int, dtype: jax.typing.DTypeLike) -> DeltaState:
+        """Returns the state of sequences without tokens.
 
-@state
-class RecurrentState:
-    """The state of the rows of a batch in one layer.
-
-    Attributes:
-        inputs: inputs of the convolution of the last tokens, zeros before the first one, in the dtype of the model.
-        memory: the state of every value head, by key head, float32.
-    """
-
-    inputs: Float[Array, "B t H C"]
-    memory: Float[Array, "B H G K V"]
-
-
-def init_recurrent_state(sizes: GatedDeltaSizes, batch: int, dtype: jax.typing.DTypeLike) -> RecurrentState:
-    """Returns the state of sequences without tokens.
-
-    Args:
-        sizes: sizes of the layer.
-        batch: number of batch rows.
-        dtype: dtype of the model.
-    """
-    memory = (batch, sizes.key_heads, sizes.group_size, sizes.key_dim, sizes.value_dim)
-    return RecurrentState(
-        inputs=jnp.zeros((batch, sizes.kernel_size - 1, sizes.key_heads, sizes.channels), dtype),
-        memory=jnp.zeros(memory, jnp.float32),
-    )
+        Args:
+            batch: number of batch rows.
+            dtype: dtype of the model.
+        """
+        memory = (batch, self.key_heads, self.group_size, self.key_dim, self.value_dim)
+        return DeltaState(
+            inputs=jnp.zeros((batch, self.kernel_size - 1, self.key_heads, self.channels), dtype),
+            memory=jnp.zeros(memory, jnp.float32),
+        )
 
 
 class GatedDeltaNet(nnx.Module):
@@ -141,8 +140,8 @@ class GatedDeltaNet(nnx.Module):
         self.out = linear(values, width, use_bias=False)
 
     def __call__(
-        self, x: Float[Array, "B T W"], state: RecurrentState, lengths: Int[Array, "B"]
-    ) -> tuple[Float[Array, "B T W"], RecurrentState]:
+        self, x: Float[Array, "B T W"], state: DeltaState, lengths: Int[Array, "B"]
+    ) -> tuple[Float[Array, "B T W"], DeltaState]:
         """Processes the next tokens of each row.
 
         Args:
@@ -157,7 +156,9 @@ class GatedDeltaNet(nnx.Module):
         batch, tokens, _ = x.shape
         values_shape = (batch, tokens, sizes.key_heads, sizes.group_size, sizes.value_dim)
         qkvz = self.qkvz(x)
-        mixed, inputs = convolve(qkvz[..., : sizes.channels], self.convolution[...], state.inputs, lengths)
+        entire = jnp.concatenate([state.inputs, qkvz[..., : sizes.channels]], axis=1)
+        mixed = jax.nn.silu(convolve(entire, self.convolution[...]))
+        inputs = last_inputs(entire, lengths, sizes.kernel_size - 1)
         query, key = mixed[..., : sizes.key_dim], mixed[..., sizes.key_dim : 2 * sizes.key_dim]
         values = mixed[..., 2 * sizes.key_dim :].reshape(values_shape)
         beta, decay = jnp.split(self.ba(x).astype(jnp.float32), 2, axis=-1)
@@ -177,31 +178,11 @@ class GatedDeltaNet(nnx.Module):
         gate = qkvz[..., sizes.channels :].reshape(values_shape).astype(jnp.float32)
         factor = jax.lax.rsqrt(jnp.mean(jnp.square(outputs), axis=-1, keepdims=True) + self.norm_epsilon)
         outputs = outputs * factor * self.scale[...].astype(jnp.float32) * jax.nn.silu(gate)
-        return self.out(outputs.astype(x.dtype).reshape(batch, tokens, -1)), RecurrentState(inputs, memory)
+        return self.out(outputs.astype(x.dtype).reshape(batch, tokens, -1)), DeltaState(inputs, memory)
 
-
-def convolve(
-    x: Float[Array, "B T H C"],
-    kernel: Float[Array, "k H C"],
-    last: Float[Array, "B t H C"],
-    lengths: Int[Array, "B"],
-) -> tuple[Float[Array, "B T H C"], Float[Array, "B t H C"]]:
-    """Applies a causal convolution to each channel, followed by SiLU.
-
-    Args:
-        x: inputs of padded tokens.
-        kernel: weight of every token and channel, the newest token last.
-        last: inputs of the k - 1 tokens before these.
-        lengths: number of tokens of each row.
-
-    Returns:
-        The outputs, float32, and the inputs of each row's last k - 1 tokens.
-    """
-    entire = jnp.concatenate([last, x], axis=1)
-    weights, tokens = kernel.astype(jnp.float32), x.shape[1]
-    y = sum(entire[:, i : i + tokens].astype(jnp.float32) * weights[i] for i in range(len(weights)))
-    slices = jax.vmap(functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=last.shape[1]))
-    return jax.nn.silu(y), slices(entire, lengths)
+    def init_state(self, batch: int) -> DeltaState:
+        """Returns the state of sequences without tokens, for a number of batch rows."""
+        return self.sizes.init_state(batch, self.scale[...].dtype)
 
 
 def gated_delta_rule(

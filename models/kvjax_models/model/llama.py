@@ -17,7 +17,6 @@ from kvjax import rope
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.exact_attention import chunk_attention
 from kvjax_models.model.experts import Experts, Mlp
-from kvjax_models.model.gated_delta import GatedDeltaNet, RecurrentState, init_recurrent_state
 from kvjax_models.model.quantized import (
     QuantizedEmbedding,
     QuantizedLinear,
@@ -26,6 +25,7 @@ from kvjax_models.model.quantized import (
     make_linear,
     multiply_transposed,
 )
+from kvjax_models.model.recurrent import RecurrentState, make_mixer
 from kvjax_models.model.rotary import Angles, rotation
 
 
@@ -357,14 +357,14 @@ class DecoderLayer(_Layer):
 
 
 class RecurrentLayer(_Layer):
-    """A layer with a gated delta rule in place of attention, whose state the caller holds."""
+    """A layer with a recurrence in place of attention, whose state the caller holds."""
 
     def _add_mixer(
         self, config: LlamaConfig, number: int, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, quantized: bool
     ) -> None:
-        assert config.gated_delta is not None
-        sizes, epsilon = config.gated_delta, config.norm_epsilon
-        self.mixer = GatedDeltaNet(config.width, sizes, epsilon, dtype=dtype, rngs=rngs, quantized=quantized)
+        assert config.recurrence is not None
+        sizes, epsilon = config.recurrence, config.norm_epsilon
+        self.mixer: Any = make_mixer(config.width, sizes, epsilon, dtype=dtype, rngs=rngs, quantized=quantized)
 
     def __call__(
         self, x: Float[Array, "B T W"], state: RecurrentState, lengths: Int[Array, "B"]
@@ -388,7 +388,7 @@ class RecurrentLayer(_Layer):
         Args:
             batch: number of batch rows.
         """
-        return init_recurrent_state(self.mixer.sizes, batch, self.mixer.scale[...].dtype)
+        return self.mixer.init_state(batch)
 
 
 class Llama(nnx.Module):
