@@ -110,14 +110,11 @@ def _answer_seconds(model: str, setting: Setting, sizes: Sizes, dtype: str, dire
     """Returns the seconds of the first and the second answer of this process, whose programs are in `directory`."""
     os.environ["KVJAX_CACHE"] = directory
     llm = load(model, dtype)
-    prompt, *_ = _random_tokens(llm, sizes.seed, 1, sizes.context_tokens)
+    [prompt] = _random_tokens(llm.model.config, sizes.seed, 1, sizes.context_tokens)
 
     def answer() -> None:
-        generator = setting.cache(llm).generator(
-            max_prompt_tokens=sizes.context_tokens, max_new_tokens=sizes.answer_tokens
-        )
-        state = generator.prefill(generator.init_state(sizes.seed), [prompt])
-        generator.decode_all(state, sizes.answer_tokens, compact_last=False)
+        cache, (context, new) = setting.cache(llm), (sizes.context_tokens, sizes.answer_tokens)
+        _answer(cache.generator(max_prompt_tokens=context, max_new_tokens=new), prompt, sizes)
 
     return _seconds(answer), _seconds(answer)
 
@@ -126,10 +123,10 @@ def _transformers_seconds(config: LlamaConfig, sizes: Sizes) -> tuple[float, flo
     """Returns the seconds of transformers' first and second answer in this process."""
     assert sizes.dtype is not None
     peer = TransformersAnswers(config, sizes.dtype)
-    prompt = np.random.default_rng(sizes.seed).integers(0, config.vocab_size, sizes.context_tokens).tolist()
+    prompts = _random_tokens(config, sizes.seed, 1, sizes.context_tokens)
 
     def answer() -> None:
-        peer.answer([prompt], sizes.answer_tokens)
+        peer.answer(prompts, sizes.answer_tokens)
 
     return _seconds(answer), _seconds(answer)
 
@@ -152,14 +149,9 @@ def measure_answer(llm: LanguageModel, generators: Mapping[Setting, Generator], 
     Yields:
         Labels and values of each setting and of transformers; ratios are to the first setting in the same repetition.
     """
-    [prompt] = _random_tokens(llm, sizes.seed, 1, sizes.context_tokens)
-
-    def answer(generator: Generator) -> list[list[int]]:
-        state = generator.prefill(generator.init_state(sizes.seed), [prompt])
-        return generator.decode_all(state, sizes.answer_tokens, compact_last=False)[0]
-
+    [prompt] = _random_tokens(llm.model.config, sizes.seed, 1, sizes.context_tokens)
     runs: dict[str, Callable[[], Any]] = {
-        str(setting): functools.partial(answer, one) for setting, one in generators.items()
+        str(setting): functools.partial(_answer, one, prompt, sizes) for setting, one in generators.items()
     }
     if sizes.dtype is not None:
         peer = TransformersAnswers(llm.model.config, sizes.dtype)
@@ -179,8 +171,8 @@ def measure_questions(llm: LanguageModel, settings: Sequence[Setting], sizes: Si
     Yields:
         Labels and values of each setting and of transformers, as a batch of copies and one question after the other.
     """
-    [text] = _random_tokens(llm, sizes.seed, 1, sizes.context_tokens)
-    questions = _random_tokens(llm, sizes.seed + 1, sizes.questions, sizes.question_tokens)
+    [text] = _random_tokens(llm.model.config, sizes.seed, 1, sizes.context_tokens)
+    questions = _random_tokens(llm.model.config, sizes.seed + 1, sizes.questions, sizes.question_tokens)
     needed = sizes.question_tokens + sizes.answer_tokens
     documents: dict[str, Document] = {}
     for setting in settings:
@@ -210,8 +202,14 @@ def measure_questions(llm: LanguageModel, settings: Sequence[Setting], sizes: Si
         yield {"setting": name, **sizes._asdict()}, values
 
 
-def _random_tokens(llm: LanguageModel, seed: int, count: int, length: int) -> list[list[int]]:
-    return np.random.default_rng(seed).integers(0, llm.model.config.vocab_size, (count, length)).tolist()
+def _answer(generator: Generator, prompt: Sequence[int], sizes: Sizes) -> None:
+    """Reads a prompt and generates an answer."""
+    state = generator.prefill(generator.init_state(sizes.seed), [prompt])
+    generator.decode_all(state, sizes.answer_tokens, compact_last=False)
+
+
+def _random_tokens(config: LlamaConfig, seed: int, count: int, length: int) -> list[list[int]]:
+    return np.random.default_rng(seed).integers(0, config.vocab_size, (count, length)).tolist()
 
 
 def _ratios(runs: Mapping[str, Callable[[], Any]], repetitions: int) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,6 @@
 """LooGLE: many questions about one text of 50 to 130 thousand characters (https://arxiv.org/abs/2311.04939).
 
-Prompts are those of the published code (https://github.com/bigai-nlco/LooGLE, MIT). Answers are scored by F1 of their
+The published code (https://github.com/bigai-nlco/LooGLE, MIT) has the same prompts. Answers are scored by F1 of their
 words; the published code reports, among others, the recall of ROUGE, which rewards long answers. Clozes are scored by
 the share of masked names that are exactly right, as published. With `--truncate`, the middle of a text is cut, and
 questions whose evidence is cut with it are left out.

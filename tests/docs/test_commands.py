@@ -29,6 +29,7 @@ NOT_RUN = {
     "python -m kvjax_models.lm_eval": "needs the harness; `make harness` runs it",
     "python -m experiments.peers": "needs kvpress; `make parity` runs it",
 }
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 WORDS = {"smollm2-135m": str(tiny.directory(tiny.TEMPLATE)), "DIR": str(tiny.directory(tiny.TEMPLATE))}
 
 
@@ -88,9 +89,6 @@ def test_commands_run(page, directory):
                 continue
             result = subprocess.run(arguments, cwd=directory, env=environment(), input="Hello\n", text=True, **PIPES)
             assert result.returncode == 0 and "error" not in result.stdout[:100], f"{command}\n{result.stdout}"
-
-
-PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 
 
 def fill_in(word, port):

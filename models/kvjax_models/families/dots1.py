@@ -1,17 +1,7 @@
 """dots.llm1, a Qwen3 with experts as in DeepSeek-V3."""
 
 from kvjax_models.families import deepseek_experts
-from kvjax_models.families.config_values import ConfigValues
-from kvjax_models.families.family import ATTENTION_BIAS, EXPERTS, Family, Gguf, full_layers, layer_types
-
-
-def _later_layers(values: ConfigValues) -> list[str]:
-    """Returns a sliding window for the layers from number `max_window_layers` on, if there is a window."""
-    if values.get("sliding_window") is None:
-        return full_layers(values)
-    first = values.integer("max_window_layers", minimum=0)
-    return layer_types(layer >= first for layer in range(values.integer("num_hidden_layers")))
-
+from kvjax_models.families.family import ATTENTION_BIAS, EXPERTS, Family, Gguf, later_layers
 
 DOTS1 = Family(
     "dots1",
@@ -29,7 +19,7 @@ DOTS1 = Family(
     fields={"query_key_norm": True},
     keys=ATTENTION_BIAS | deepseek_experts.KEYS,
     more_fields=deepseek_experts.expert_fields,
-    layer_types=_later_layers,
+    layer_types=later_layers,
     reads_layer_types=True,
     aliases=deepseek_experts.ALIASES,
     other_keys=deepseek_experts.OTHER_KEYS,

@@ -98,6 +98,14 @@ def every_nth_full(period: int | None) -> Callable[[ConfigValues], list[str]]:
     return types
 
 
+def later_layers(values: ConfigValues) -> list[str]:
+    """Returns sliding attention for the layers from number `max_window_layers` on, if `sliding_window` is a number."""
+    if values.get("sliding_window") is None:
+        return full_layers(values)
+    first = values.integer("max_window_layers", minimum=0)
+    return layer_types(layer >= first for layer in range(values.integer("num_hidden_layers")))
+
+
 def layer_types(slides: Iterable[bool]) -> list[str]:
     """Returns the attention types of layers, given whether each has a sliding window."""
     return [SLIDING_ATTENTION if layer_slides else FULL_ATTENTION for layer_slides in slides]

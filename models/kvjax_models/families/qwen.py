@@ -3,7 +3,15 @@
 from typing import Any
 
 from kvjax_models.families.config_values import ConfigValues
-from kvjax_models.families.family import ATTENTION_BIAS, EXPERTS, Family, Gguf, full_layers, layer_types, sliding_layers
+from kvjax_models.families.family import (
+    ATTENTION_BIAS,
+    EXPERTS,
+    Family,
+    Gguf,
+    full_layers,
+    later_layers,
+    sliding_layers,
+)
 
 _DEFAULTS = {
     "max_position_embeddings": 32768,
@@ -14,13 +22,10 @@ _DEFAULTS = {
 
 
 def _later_layers(values: ConfigValues) -> list[str]:
-    """Returns a sliding window for the layers from number `max_window_layers` on, if windows are enabled."""
+    """Returns a sliding window for the later layers, if windows are enabled."""
     if not values.boolean("use_sliding_window"):
         values["sliding_window"] = None  # as transformers, also for `layer_types`
-    if values.get("sliding_window") is None:
-        return full_layers(values)
-    first = values.integer("max_window_layers", minimum=0)
-    return layer_types(layer >= first for layer in range(values.integer("num_hidden_layers")))
+    return later_layers(values)
 
 
 def _all_layers(values: ConfigValues) -> list[str]:

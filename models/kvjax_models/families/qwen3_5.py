@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from kvjax_models.families.config_values import FULL_ATTENTION, LINEAR_ATTENTION, ConfigValues
-from kvjax_models.families.family import Family, Path
+from kvjax_models.families.family import EXPERTS, Family, Path
 from kvjax_models.model.gated_delta import GatedDeltaSizes
 
 
@@ -62,9 +62,7 @@ QWEN3_5 = Family(
     other_keys=("mtp_num_hidden_layers",),
 )
 GATED_SHARED_EXPERT: dict[Path, str | tuple[str, ...]] = {
-    ("experts", "gate"): "mlp.experts.{}.gate_proj",
-    ("experts", "up"): "mlp.experts.{}.up_proj",
-    ("experts", "down"): "mlp.experts.{}.down_proj",
+    **EXPERTS,
     ("mlp", "shared", "gate_up"): ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     ("mlp", "shared", "down"): "mlp.shared_expert.down_proj",
     ("mlp", "shared_gate"): "mlp.shared_expert_gate",
