@@ -16,8 +16,8 @@ from kvjax_models.user_cache import user_cache_directory
 
 DISABLE_VARIABLE = "KVJAX_COMPILATION_CACHE"  # environment variable; "off" disables the cache on disk
 _PERSISTENT_CACHE_OPTIONS = {
-    "jax_compilation_cache_max_size": 2 * 2**30,  # bytes; JAX removes the programs used longest ago
-    "jax_persistent_cache_min_compile_time_secs": 0.5,
+    "jax_compilation_cache_max_size": 2**29,  # bytes; JAX removes the programs used longest ago
+    "jax_persistent_cache_min_compile_time_secs": 0.0,  # reading takes less than compiling
 }
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -39,7 +39,7 @@ def enable_persistent_cache() -> None:
         directory = user_cache_directory() / "jax"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # JAX trusts the programs in it
         _remove_incomplete_entries(directory)
-        _store_digests(directory)
+        _change_store(directory)
     except OSError as error:
         logging.info("compiled programs are not stored: %s", error)
         return
@@ -66,21 +66,24 @@ def _remove_incomplete_entries(directory: pathlib.Path) -> None:
 
 
 @functools.cache
-def _store_digests(directory: pathlib.Path) -> None:
-    """Makes JAX store a digest with every program of a directory, and remove programs that do not match theirs.
+def _change_store(directory: pathlib.Path) -> None:
+    """Makes JAX store programs of a directory with digests, remove damaged programs, and limit the size once.
 
     JAX itself never replaces a damaged program: every process would warn about it and compile again. Where its
-    compression has no checksum, damaged machine code could even be run. Does nothing if a later version of JAX has
-    another cache.
+    compression has no checksum, damaged machine code could even be run. And it reads the time of use of all programs
+    before it writes one, which takes .1 to .3 s for 4,000 of them; once per process suffices. Does nothing if a later
+    version of JAX has another cache.
 
     Args:
         directory: the directory of the programs.
     """
     try:
         from jax._src.lru_cache import LRUCache  # JAX has no public interface for caches
-    except ImportError:
+
+        read, write, limit_size = LRUCache.get, LRUCache.put, LRUCache._evict_if_needed
+    except (ImportError, AttributeError):
         return
-    read, write = LRUCache.get, LRUCache.put
+    size_is_limited = False
 
     def get(cache: Any, key: str) -> bytes | None:
         value = read(cache, key)
@@ -98,7 +101,16 @@ def _store_digests(directory: pathlib.Path) -> None:
     def put(cache: Any, key: str, value: bytes) -> None:
         write(cache, key, value + _digest(value) if str(cache.path) == str(directory) else value)
 
+    def limit_size_once(cache: Any, **options: int) -> None:
+        nonlocal size_is_limited
+        if str(cache.path) != str(directory):
+            limit_size(cache, **options)
+        elif not size_is_limited:
+            limit_size(cache, **options)
+            size_is_limited = True
+
     LRUCache.get, LRUCache.put = get, put  # type: ignore[method-assign, assignment]
+    LRUCache._evict_if_needed = limit_size_once  # type: ignore[method-assign]
 
 
 def _digest(program: bytes) -> bytes:

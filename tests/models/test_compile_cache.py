@@ -68,14 +68,33 @@ def configured(monkeypatch, tmp_path):
 def test_size_and_threshold_are_bounded(configured, monkeypatch, tmp_path):
     compile_cache.enable_persistent_cache()
     assert configured == {
-        "jax_compilation_cache_max_size": 2**31,
-        "jax_persistent_cache_min_compile_time_secs": 0.5,
+        "jax_compilation_cache_max_size": 2**29,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_compilation_cache_dir": str(tmp_path / "jax"),
     }
     configured.clear()
     monkeypatch.setenv("JAX_COMPILATION_CACHE_MAX_SIZE", "1000")
     compile_cache.enable_persistent_cache()
     assert "jax_compilation_cache_max_size" not in configured
+
+
+def test_a_process_limits_the_size_once(tmp_path):
+    """Only the first program that a process writes removes others, also where another directory is in use."""
+    script = f"""
+import pathlib
+from jax._src.lru_cache import LRUCache
+from kvjax_models import compile_cache
+directory = pathlib.Path({str(tmp_path)!r}) / "programs"
+compile_cache._change_store(directory)
+for path in (directory, directory.with_name("others")):
+    cache = LRUCache(str(path), max_size=200)
+    for name in "abcd":
+        cache.put(name, bytes(80))
+    print(*sorted(file.name for file in path.glob("*-cache")))
+    print(len(cache.get("d")))
+"""
+    output, errors = start_python(script).communicate()
+    assert output.splitlines() == ["a-cache b-cache c-cache d-cache", "80", "c-cache d-cache", "80"], errors
 
 
 def test_users_settings_have_precedence(configured, monkeypatch, tmp_path):
