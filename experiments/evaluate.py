@@ -51,7 +51,7 @@ class Options(Flags):
     data_dir: str | None = None  # Directory of published files.
     truncate: bool = False  # Cut documents that are too long in the middle; otherwise they are left out.
     batch: int = 16  # Questions of a text that are answered at a time.
-    group: int = 8  # Settings that share a prefill; their caches are in memory at the same time.
+    group: int | None = None  # Settings that share a prefill; by default as many as hold a quarter of the memory.
     dtype: str | None = one_of(None, ("float32", "bfloat16"))  # Default: float32 on CPUs, otherwise bfloat16.
     output: str = "build/rows.jsonl"  # File of the rows.
 

@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
@@ -39,6 +41,7 @@ class Score:
     kl: float | None = None
 
 
+Group: TypeAlias = dict[Setting, tuple[CachedModel, Generator]]
 Measured: TypeAlias = tuple[CacheSize, list[Score]]
 Measure: TypeAlias = Callable[[], Measured]
 
@@ -55,7 +58,8 @@ class Evaluator:
         tokens: maximum number of tokens of the task's prompts.
         seed: seed of documents and policies.
         batch: maximum number of questions of a text that are answered at a time.
-        group: maximum number of settings that share a prefill; their caches exist at the same time.
+        group: maximum number of settings that share a prefill; their caches exist at the same time. By default as many
+            as hold a quarter of the memory.
     """
 
     def __init__(
@@ -68,18 +72,19 @@ class Evaluator:
         tokens: int,
         seed: int,
         batch: int = 16,
-        group: int = 8,
+        group: int | None = None,
     ):
         """Prepares the units of the task; see the attributes for the arguments.
 
         Raises:
-            ValueError: if the seed is out of range.
+            ValueError: if the seed is out of range, or `group` is less than 1.
         """
         if check_integer("seed", seed, minimum=0) > _MAX_SEED:
             raise ValueError(f"seed={seed} must be at most {_MAX_SEED}, because every unit of a task has its own seed")
         self.llm, self.model, self.task = llm, model, task
         self.question_seen, self.tokens, self.seed = question_seen, tokens, seed
-        self.batch, self.group = batch, group
+        self.batch = batch
+        self.group = None if group is None else check_integer("group", group, minimum=1)
         self.units = make_units(task, llm.tokenizer, question_seen, tokens)
         items = [item for unit in self.units for item in unit.items]
         answer = max((len(choice) for item in items for choice in item.choices), default=0)
@@ -99,21 +104,39 @@ class Evaluator:
         """
         for number, unit in enumerate(self.units):
             missing = [one for one in settings if not all(row.key in rows for row in self._rows(unit, one))]
-            for first in range(0, len(missing), self.group):
-                self._measure(unit, missing[first : first + self.group], rows)
+            for group in self._groups(self._possible(unit, missing, rows)):
+                self._measure(unit, group, rows)
             if missing:
                 logging.info("%s: unit %d of %d", self.task.name, number + 1, len(self.units))
 
-    def _measure(self, unit: Unit, settings: Sequence[Setting], rows: RowFile) -> None:
-        """Measures some settings on a unit; a setting that is not possible or fails has rows with its error."""
-        possible: dict[Setting, tuple[CachedModel, Generator]] = {}
+    def _possible(self, unit: Unit, settings: Sequence[Setting], rows: RowFile) -> Group:
+        """Returns the settings that are possible for the text of a unit; the others have rows with their error."""
+        possible = {}
         for setting in settings:
             try:
                 possible[setting] = self._sizes(unit, setting)
             except ValueError as error:
                 rows.append(self._rows(unit, setting, error=str(error)))
-        measures = self._prepare(unit, list(possible.values())) if possible else []
-        for setting, (_, generator) in possible.items():
+        return possible
+
+    def _groups(self, settings: Group) -> Iterator[Group]:
+        """Yields the settings in groups that share a prefill."""
+        group: Group = {}
+        limit, held = memory_bytes() // 4, 0
+        for setting, (cache, generator) in settings.items():
+            is_full = held + generator.row_bytes > limit if self.group is None else len(group) == self.group
+            if group and is_full:
+                yield group
+                group, held = {}, 0
+            group[setting] = cache, generator
+            held += generator.row_bytes
+        if group:
+            yield group
+
+    def _measure(self, unit: Unit, settings: Group, rows: RowFile) -> None:
+        """Measures some settings on a unit; a setting that fails has rows with its error."""
+        measures = self._prepare(unit, list(settings.values()))
+        for setting, (_, generator) in settings.items():
             try:
                 size, scores = measures.pop(0)()  # so that its buffers are freed
             except ValueError as error:  # a fault counter of the policy
@@ -234,6 +257,12 @@ class Evaluator:
             )
             for item in unit.items
         ]
+
+
+def memory_bytes() -> int:
+    """Returns the bytes of memory of the device, or of the machine for CPUs."""
+    statistics = jax.devices()[0].memory_stats() or {}
+    return statistics.get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def choose(item: Item, log_probs: Sequence[Float[np.ndarray, "T"]]) -> Score:

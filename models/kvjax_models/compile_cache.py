@@ -110,7 +110,7 @@ def _change_store(directory: pathlib.Path) -> None:
             size_is_limited = True
 
     LRUCache.get, LRUCache.put = get, put  # type: ignore[method-assign, assignment]
-    LRUCache._evict_if_needed = limit_size_once  # type: ignore[method-assign]
+    LRUCache._evict_if_needed = limit_size_once  # type: ignore[method-assign, assignment]
 
 
 def _digest(program: bytes) -> bytes:

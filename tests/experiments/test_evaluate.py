@@ -13,7 +13,7 @@ from flax import nnx
 
 import kvjax
 from experiments import evaluate, tasks
-from experiments.common import caches
+from experiments.common import caches, evaluator
 from experiments.common.caches import Setting
 from experiments.common.evaluator import Evaluator
 from experiments.common.rows import RowFile, read_rows
@@ -140,6 +140,21 @@ def test_settings_share_a_prefill_and_sizes_are_relative_to_bfloat16(llm, tmp_pa
     assert full.device_bytes == pytest.approx(2 * 2 * 2 * 16 * 4 * full.prompt_tokens, rel=0.3)
     assert 0.5 < int8.cache_fraction / full.cache_fraction < 0.75
     assert snapkv.settings["class"] == "SnapKV" and full.dtype == "float32"
+
+
+def test_settings_that_share_a_prefill_fit_into_memory(llm, tmp_path, monkeypatch):
+    groups = []
+    monkeypatch.setattr(evaluator.Evaluator, "_measure", lambda _, unit, group, rows: groups.append(list(group)))
+    asked = Evaluator(llm, "tiny", make_task(), question_seen=False, tokens=1000, seed=0)
+    held = asked._sizes(asked.units[0], SNAPKV)[1].row_bytes
+    settings = [dataclasses.replace(SNAPKV, policy=f"snapkv:window_size={size}") for size in (8, 9, 10, 11, 12)]
+    for memory, group, sizes in ((9 * held, None, [2, 2, 1]), (0, None, [1] * 5), (0, 3, [3, 2])):
+        monkeypatch.setattr(evaluator, "memory_bytes", lambda memory=memory: memory)
+        run(llm, make_task(documents=1), settings, tmp_path / f"{memory}{group}", group=group)
+        assert [len(one) for one in groups] == sizes and [one for group_of in groups for one in group_of] == settings
+        groups.clear()
+    with pytest.raises(ValueError, match="group=0"):
+        run(llm, make_task(), settings, tmp_path / "rows.jsonl", group=0)
 
 
 def test_budgets_are_of_a_bfloat16_cache_in_every_dtype(llm):
