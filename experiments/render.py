@@ -61,6 +61,17 @@ NAMES = {
 PUBLISHED = {"subgen:light_values=0,self_normalization=0.0": "subgen"}
 ALL_TOKENS = ("exact", "auto", "clusterkv", "quest", "infinigen")  # the model's profile changes nothing
 MIN_PRESS_DOCUMENTS = 5  # of a press in the comparison with kvpress
+# What `auto` has, part by part: the policy, and the format at 25% and at 12.5%.
+PARTS = {
+    "the map, 16 bits": ("kvzap", None, None),
+    "layers (PyramidKV), 16 bits": ("pyramidkv", None, None),
+    "heads, 16 bits": ("streaming_llm:heads=auto", None, None),
+    "heads and map, 16 bits": ("kvzap:heads=auto", None, None),
+    "the map, few bits": ("kvzap", "int8", "int4"),
+    "heads, few bits": ("streaming_llm:heads=auto", "int8", "int4"),
+    "heads, map and few bits: `auto`": ("auto", None, None),
+}
+PARTS_SEED = 2  # of the documents of which all parts were measured
 CSV_COLUMNS = (
     "model", "task", "tokens", "question", "dtype", "metric", "setting", "held", "question_and_answer", "read",
     "score", "low", "high", "minus_full_cache", "minus_low", "minus_high", "documents", "errors",
@@ -322,6 +333,31 @@ def settings_table(argument: str, results: Results) -> str:
     return markdown_table(("", "held", "value", "minus the full cache", "documents"), lines)
 
 
+def parts_table(_: str, results: Results) -> str:
+    """Returns the scores of the parts of `auto` on `facts`, with paired differences to the full cache."""
+    chosen = *FRONT, "float32", PARTS_SEED
+    rows = [
+        row for row in results.rows if (row.model, row.task, row.tokens, row.question, row.dtype, row.seed) == chosen
+    ]
+    lines = {line.setting: line for line in _lines(rows)}
+    settings = {"full cache": ("exact", "exact"), "all tokens, 4 bits": ("exact, int4",) * 2}
+    for name, (policy, *formats) in PARTS.items():
+        pairs = zip(("25%", "12.5%"), formats, strict=True)
+        settings[name] = tuple(str(caches.Setting(policy, budget, kv_dtype)) for budget, kv_dtype in pairs)
+    table = []
+    for name, chosen in settings.items():
+        found = [lines.get(one) for one in chosen]
+        cells = ["-" if one is None or one.mean is None else _with_difference(one) for one in found]
+        table.append((name, *cells))
+    return markdown_table(("", "25%", "12.5%"), table)
+
+
+def _with_difference(line: summarize.Line) -> str:
+    """Returns the score of a line, and the difference to the full cache."""
+    assert line.mean is not None
+    return f"{line.mean.value:.2f}" + ("" if line.difference is None else f" ({line.difference.fixed('+', 2)})")
+
+
 def kvpress_table(_: str, results: Results) -> str:
     """Returns the presses with the best scores, at each budget, with `auto` on the same task."""
     lines = []
@@ -457,6 +493,7 @@ BLOCKS: Mapping[str, Callable[[str, Results], str]] = {
     "matrices": matrix_images,
     "unsolved": unsolved_tasks,
     "settings": settings_table,
+    "parts": parts_table,
     "kvpress": kvpress_table,
     "papers": papers_tables,
     "uniform": uniform_table,

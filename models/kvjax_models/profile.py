@@ -63,7 +63,7 @@ _DIRECTORY = "profiles"
 Progress = Callable[[int, int], None]  # receives the steps that are done, and all steps
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Profile:
     """The retrieving heads of a model, a scorer of tokens, and statistics of queries.
 
@@ -86,6 +86,13 @@ class Profile:
     query_moments: Float[np.ndarray, "L H_kv D D"]
     query_means: Float[np.ndarray, "L H_q D"]
     query_norms: Float[np.ndarray, "L H_q"]
+
+    def __repr__(self) -> str:
+        """Returns the sizes and the heads that retrieve most, without the arrays."""
+        (layers, kv_heads), ranked = self.head_needs.shape[1:], self.ranked_heads()
+        first = ", ".join(map(str, ranked[:MIN_HEADS]))
+        scorer = "no scorer" if self.scorer is None else "a scorer"
+        return f"Profile({layers} layers, {kv_heads} KV heads, {scorer}; most retrieving (layer, head): {first})"
 
     def needs(self, fraction: float) -> Float[np.ndarray, "L H_kv"]:
         """Returns the needs of all heads at the nearest fraction, on a logarithmic scale.

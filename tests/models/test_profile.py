@@ -78,6 +78,7 @@ def test_a_profile_describes_heads_without_a_window(llm, measured):
     arrays = (measured.head_needs[:, 1], measured.scorer[1], measured.query_moments[1], measured.query_means[1])
     assert not any(array.any() for array in arrays)
     heads, needs = measured.ranked_heads(), measured.needs(0.125)
+    assert f"most retrieving (layer, head): {heads[0]}, " in repr(measured) and len(repr(measured)) < 300
     assert sorted(heads) == [(layer, head) for layer in full for head in range(2)]
     assert [needs[head] for head in heads] == sorted((needs[head] for head in heads), reverse=True)
     assert np.array_equal(measured.needs(0.2), measured.head_needs[3])
