@@ -335,15 +335,15 @@ def settings_table(argument: str, results: Results) -> str:
 
 def parts_table(_: str, results: Results) -> str:
     """Returns the scores of the parts of `auto` on `facts`, with paired differences to the full cache."""
-    chosen = *FRONT, "float32", PARTS_SEED
+    measured = *FRONT, "float32", PARTS_SEED
     rows = [
-        row for row in results.rows if (row.model, row.task, row.tokens, row.question, row.dtype, row.seed) == chosen
+        row for row in results.rows if (row.model, row.task, row.tokens, row.question, row.dtype, row.seed) == measured
     ]
     lines = {line.setting: line for line in _lines(rows)}
-    settings = {"full cache": ("exact", "exact"), "all tokens, 4 bits": ("exact, int4",) * 2}
+    settings = {"full cache": ["exact", "exact"], "all tokens, 4 bits": ["exact, int4", "exact, int4"]}
     for name, (policy, *formats) in PARTS.items():
         pairs = zip(("25%", "12.5%"), formats, strict=True)
-        settings[name] = tuple(str(caches.Setting(policy, budget, kv_dtype)) for budget, kv_dtype in pairs)
+        settings[name] = [str(caches.Setting(policy, budget, kv_dtype)) for budget, kv_dtype in pairs]
     table = []
     for name, chosen in settings.items():
         found = [lines.get(one) for one in chosen]

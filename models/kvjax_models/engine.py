@@ -18,7 +18,8 @@ a step reads them once for all rows that ask about it; a row holds the tokens of
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import jax
@@ -146,6 +147,13 @@ class Request:
         return [*before[-CONTEXT_TOKENS:], *self.prompt][-CONTEXT_TOKENS:]
 
 
+class _Prefill(NamedTuple):
+    """Requests that are being prefilled, by row, and the steps that are left."""
+
+    requests: dict[int, Request]
+    steps: Iterator[GenerationState | None]
+
+
 class _Running(NamedTuple):
     """A request that occupies a row."""
 
@@ -203,7 +211,8 @@ class Engine:
         self._row_generator, self._mesh = generator.with_batch(1), generator.mesh
         self._max_prefill_steps, self._stream_interval = max_prefill_steps, stream_interval
         self._waiting: collections.deque[Request] = collections.deque()
-        self._prefill: tuple[int, Request, Iterator[GenerationState | None]] | None = None  # of one row
+        self._prefill: _Prefill | None = None
+        self._alone: set[int] = set()  # requests that are prefilled alone, because one beside them failed
         self._prefilled: tuple[Request, GenerationState] | None = None  # the last one, if others have its prompt
         self._running: dict[int, _Running] = {}  # by row
         self._finished: list[Output] = []  # that the next step returns
@@ -222,7 +231,8 @@ class Engine:
     @property
     def num_free_rows(self) -> int:
         """Rows that no request occupies."""
-        return self.generator.batch - len(self._running) - (self._prefill is not None)
+        prefilling = 0 if self._prefill is None else len(self._prefill.requests)
+        return self.generator.batch - len(self._running) - prefilling
 
     @property
     def num_waiting(self) -> int:
@@ -322,10 +332,13 @@ class Engine:
                 self._waiting.remove(request)
                 self._finished.append(Output(number, "", [], "abort"))
                 return
-        if self._prefill is not None and self._prefill[1].number == number:
-            self._prefill = None
-            self._finished.append(Output(number, "", [], "abort"))
-            return
+        for row, request in () if self._prefill is None else self._prefill.requests.items():
+            if request.number == number:
+                assert self._prefill is not None
+                del self._prefill.requests[row]
+                self._prefill = self._prefill if self._prefill.requests else None
+                self._finished.append(Output(number, "", [], "abort"))
+                return
         for row, (request, answer) in self._running.items():
             if request.number == number:
                 self._finished.append(Output(number, answer.take(is_finished=True), [], "abort"))
@@ -362,17 +375,44 @@ class Engine:
     # --- prefill ---
 
     def _start_prefill(self) -> bool:
-        """Starts to prefill the first waiting request that has a free row; returns whether there is one."""
-        for request in self._waiting:
-            if (row := self._find_row(request.document)) is not None:
-                self._waiting.remove(request)
-                self._prefill = row, request, self._prefill_steps(request)
-                return True
-        return False
+        """Starts to prefill waiting requests that have a free row; returns whether there are any."""
+        requests = self._questions()
+        if not requests:
+            rows = ((self._find_row(request.document), request) for request in self._waiting)
+            requests = dict(itertools.islice(((row, one) for row, one in rows if row is not None), 1))
+        for request in requests.values():
+            self._waiting.remove(request)
+        if requests:
+            [request, *others] = requests.values()
+            steps = self._prefill_questions(requests) if others else self._prefill_steps(request)
+            self._prefill = _Prefill(requests, steps)
+        return bool(requests)
 
-    def _find_row(self, document: "Document | None") -> int | None:
-        """Returns a free row; for a document a row of its group, which takes the place of one that no row asks."""
-        free = [row for row in range(self.generator.batch) if row not in self._running]
+    def _questions(self) -> dict[int, Request]:
+        """Returns the waiting questions about documents that are prefilled together, by row, if that saves time.
+
+        Together they are padded to the longest one and take all rows; alone, a row needs two to three times the time.
+        """
+        found: dict[int, Request] = {}
+        for request in self._waiting:
+            is_question = request.document is not None and request.turn is None and len(request.prompt)
+            others = [*found.values(), *([] if self._prefilled is None else [self._prefilled[0]])]
+            if not is_question or request.number in self._alone or any(one.has_prompt_of(request) for one in others):
+                break
+            if (row := self._find_row(request.document, found)) is not None:
+                found[row] = request
+        blocks = [-(-len(request.prompt) // self.generator.block_size) for request in found.values()]
+        together = max(blocks, default=0) * self.generator.batch
+        return found if len(found) > 1 and together <= 2 * sum(blocks) else {}
+
+    def _find_row(self, document: "Document | None", taken: Collection[int] = ()) -> int | None:
+        """Returns a free row; for a document a row of its group, which takes the place of one that no row asks.
+
+        Args:
+            document: the document of a request.
+            taken: rows that are not free although no request runs in them.
+        """
+        free = [row for row in range(self.generator.batch) if row not in self._running and row not in taken]
         if document is None:
             return next(iter(free), None)
         if document in self._documents:
@@ -390,6 +430,17 @@ class Engine:
         """Returns the rows of a document's place."""
         size = self.generator.batch // self.num_documents
         return range(slot * size, (slot + 1) * size)
+
+    def _prefill_questions(self, requests: Mapping[int, Request]) -> Iterator[GenerationState | None]:
+        """Yields None after every step of the prefill of several questions, and the state of all rows at its end."""
+        state = self.generator.init_state()
+        for row, request in requests.items():
+            assert request.document is not None
+            own = request.document.tail_state(self._row_generator, request.prompt_seed, request.sampling)
+            state = self._insert(state, self._with_limit(own, request), row)
+        # A row without a request processes a token that nobody reads.
+        prompts = [requests[row].prompt if row in requests else [0] for row in range(self.generator.batch)]
+        yield from self.generator.prefill_steps(state, prompts, self._texts)
 
     def _prefill_steps(self, request: Request) -> Iterator[GenerationState | None]:
         """Yields None after every step of prefill, and the state of the row at its end."""
@@ -424,36 +475,52 @@ class Engine:
         return _take_row(state, replicate(np.array([row], np.int32), self._mesh), self._mesh)
 
     def _continue_prefill(self) -> None:
-        """Runs a step of the current prefill; inserts the row after the last one."""
+        """Runs a step of the current prefill; inserts its rows after the last one."""
         assert self._prefill is not None
-        row, request, steps = self._prefill
+        requests, steps = self._prefill
         try:
             state = next(steps)
         except ValueError as error:
             self._prefill = None
-            self._finished.append(Output(request.number, "", [], "error", error=str(error)))
+            if len(requests) > 1:
+                self._alone.update(request.number for request in requests.values())
+                self._waiting.extendleft(reversed(requests.values()))
+            else:
+                self._finished += [Output(one.number, "", [], "error", error=str(error)) for one in requests.values()]
             return
         if state is None:
             return
         self._prefill = None
-        limit = len(request.prompt) + request.max_new_tokens
-        limit += 0 if request.document is None else request.document.num_tokens
-        state = dataclasses.replace(state, max_positions=replicate(np.array([limit], np.int32), self._mesh))
-        # The only row's state is donated to decoding.
-        is_shared = self.generator.batch > 1 and any(request.has_prompt_of(other) for other in self._waiting)
-        self._prefilled = (request, state) if is_shared else None
-        if request.seed != request.prompt_seed:
-            state = self._row_generator.reseed(state, request.seed)
-        if self.generator.batch == 1:
-            self._state = state
+        is_single = state.positions.shape[0] == 1
+        if is_single:
+            [(row, request)] = requests.items()
+            # The only row's state is donated to decoding.
+            is_shared = self.generator.batch > 1 and any(request.has_prompt_of(other) for other in self._waiting)
+            self._prefilled = (request, state) if is_shared else None
+            state = self._with_limit(state, request)
+        if state.positions.shape[0] == self.generator.batch and self._state is None:
+            unused = [row not in requests for row in range(self.generator.batch)]
+            self._state = self._finish(state, np.array(unused)) if any(unused) else state
         else:
             if self._state is None:
                 self._state = self._finish(self.generator.init_state(), np.ones(self.generator.batch, bool))
-            place = replicate(np.array([row], np.int32), self._mesh)
-            self._state = _insert_row(self._state, state, place, self._mesh)
+            for row in requests:
+                self._state = self._insert(self._state, state if is_single else self._copy_row(state, row), row)
         if not self._running:  # the sizes of all rows, which do not change
             self.cache_sizes = self.generator.cache_sizes(self._state)
-        self._running[row] = _Running(request, AnswerText(self._tokenizer, request.context, request.stop))
+        for row, request in requests.items():
+            self._running[row] = _Running(request, AnswerText(self._tokenizer, request.context, request.stop))
+
+    def _with_limit(self, state: GenerationState, request: Request) -> GenerationState:
+        """Returns the state of a row with the maximum length and the seed of a request."""
+        limit = len(request.prompt) + request.max_new_tokens
+        limit += 0 if request.document is None else request.document.num_tokens
+        state = dataclasses.replace(state, max_positions=replicate(np.array([limit], np.int32), self._mesh))
+        is_seeded = request.seed == request.prompt_seed
+        return state if is_seeded else self._row_generator.reseed(state, request.seed)
+
+    def _insert(self, state: GenerationState, row_state: GenerationState, row: int) -> GenerationState:
+        return _insert_row(state, row_state, replicate(np.array([row], np.int32), self._mesh), self._mesh)
 
     # --- decoding ---
 

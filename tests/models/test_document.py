@@ -10,6 +10,7 @@ import kvjax
 from kvjax.combinators.head_budgets import retrieving_heads
 from kvjax_models import LanguageModel, cache, prompts
 from kvjax_models.cache import read_together
+from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import Sampling
 from tests.kvjax.support import each
 from tests.models import tiny
@@ -249,6 +250,46 @@ def test_a_failing_question_does_not_stop_the_others():
     assert failed.number == bad and "token ids must be between 0 and 97" in failed.error
     texts = {number: "".join(output.text for output in outputs if output.number == number) for number in good}
     assert list(texts.values()) == document.ask(QUESTIONS, max_new_tokens=8)
+
+
+def test_questions_of_similar_lengths_are_prefilled_together(monkeypatch):
+    """Each once, or alone after one of them failed; a long one does not make the others wait for it."""
+    document = read("snapkv")
+    prompts = [document.encode(question) for question in QUESTIONS]
+    lengths = []
+    prefill_steps = Generator.prefill_steps
+
+    def counted(generator, state, prompts, *arguments, **options):
+        lengths.append([len(prompt) for prompt in prompts])
+        return prefill_steps(generator, state, prompts, *arguments, **options)
+
+    monkeypatch.setattr(Generator, "prefill_steps", counted)
+
+    def answers(*asked, rows=4, aborted=None):
+        """Returns the tokens of every request, and the lengths of the prompts of every prefill."""
+        lengths.clear()
+        engine = document.engine(rows=rows, max_prefill_steps=1)
+        numbers = [engine.add(prompt, document, max_new_tokens=8) for prompt in asked]
+        outputs = engine.step()
+        if aborted is not None:
+            engine.abort(numbers[aborted])
+        outputs += engine.run()
+        assert engine.num_free_rows == rows
+        texts = ["".join(one.text for one in outputs if one.number == number) for number in numbers]
+        return texts, [one.finish_reason for one in outputs if one.finish_reason not in (None, "length")], [*lengths]
+
+    alone = document.ask(QUESTIONS[:3], max_new_tokens=8)
+    sizes = [len(prompt) for prompt in prompts]
+    assert answers(*prompts[:3]) == (alone, [], [[*sizes[:3], 1]])
+    assert answers(*prompts[:3], aborted=1) == ([alone[0], "", alone[2]], ["abort"], [[*sizes[:3], 1]])
+    assert answers(*prompts[:3], [98]) == (
+        [*alone, ""],
+        ["error"],
+        [[*sizes[:3], 1], *([size] for size in (*sizes[:3], 1))],
+    )
+    long = prompts[1] * 2
+    assert answers(prompts[0], long, prompts[2])[2] == [[sizes[0]], [len(long)], [sizes[2]]]
+    assert answers(prompts[0], prompts[0], prompts[2])[2] == [[sizes[0]], [sizes[2]]]  # equal prompts share a prefill
 
 
 def test_documents_of_other_options_are_refused_by_name():

@@ -464,14 +464,16 @@ class Generator:
         return tokens, lengths
 
     def _blocks(self, tokens: Int[np.ndarray, "B N"], lengths: Int[np.ndarray, "B"]) -> Iterator[tuple[Array, Array]]:
-        """Splits padded texts into blocks.
+        """Splits padded texts into blocks; the last one has half the width if that suffices.
 
         Yields:
             Each block and the number of its tokens per row.
         """
         for start in range(0, tokens.shape[1], self.block_size):
             count = np.clip(lengths - start, 0, self.block_size)
-            yield replicate(tokens[:, start : start + self.block_size], self.mesh), replicate(count, self.mesh)
+            # Two widths, because each is a program.
+            width = self.block_size // 2 if np.max(count) <= self.block_size // 2 else self.block_size
+            yield replicate(tokens[:, start : start + width], self.mesh), replicate(count, self.mesh)
 
 
 def generate(
