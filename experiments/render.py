@@ -208,7 +208,7 @@ def _lines(rows: Sequence[Row]) -> list[summarize.Line]:
 
 def _mean_bytes(rows: Iterable[Row]) -> float:
     """Returns the bytes of a full bfloat16 cache of a text; NaN without rows of the full cache."""
-    full = [row for row in rows if row.policy == caches.FULL and row.cache_fraction]
+    full = [row for row in rows if row.setting == caches.FULL and row.cache_fraction]
     sizes = [row.device_bytes / row.cache_fraction / (2 if row.dtype == "float32" else 1) for row in full]
     return sum(sizes) / len(sizes) if sizes else float("nan")
 
@@ -340,7 +340,10 @@ def parts_table(_: str, results: Results) -> str:
         row for row in results.rows if (row.model, row.task, row.tokens, row.question, row.dtype, row.seed) == measured
     ]
     lines = {line.setting: line for line in _lines(rows)}
-    settings = {"full cache": ["exact", "exact"], "all tokens, 4 bits": ["exact, int4", "exact, int4"]}
+    settings = {
+        "full cache": ["exact", "exact"],
+        f"all tokens, 4 bits: {lines['exact, int4'].held:.0%} of the bytes": ["exact, int4", "exact, int4"],
+    }
     for name, (policy, *formats) in PARTS.items():
         pairs = zip(("25%", "12.5%"), formats, strict=True)
         settings[name] = [str(caches.Setting(policy, budget, kv_dtype)) for budget, kv_dtype in pairs]
