@@ -136,7 +136,7 @@ def test_repetitions_continue_the_states_of_their_prompts(llm):
                 continue
             query, key, value = layer.project(x, *model.rotation(jnp.arange(entire.shape[1])[None], number))
             x = layer.finish(x, jax.nn.dot_product_attention(query, key, value, is_causal=True))
-        np.testing.assert_allclose(keys[:size], key[0, 64:], atol=2e-4)
+        np.testing.assert_allclose(keys[:size], key[0, 64:], atol=5e-4)
 
 
 def test_policies_that_need_gradients_are_refused(llm):
