@@ -476,6 +476,8 @@ def figures_table(argument: str, results: Results) -> str:
     found = [one for one in json.loads((RESULTS / file).read_text()) if one["metric"] in metrics]
     found.sort(key=lambda one: metrics.index(one["metric"]))
     values = [{key: value for key, value in one.items() if key not in ("low", "high")} for one in found]
+    if len({one.get("context_tokens") for one in values}) > 1:
+        values = [one | {"setting": f"{one['setting']}, {one['context_tokens']} tokens"} for one in values]
     return markdown_table(*figure_table(values, "setting"))
 
 
