@@ -18,7 +18,6 @@ a step reads them once for all rows that ask about it; a row holds the tokens of
 import collections
 import dataclasses
 import functools
-import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -376,10 +375,7 @@ class Engine:
 
     def _start_prefill(self) -> bool:
         """Starts to prefill waiting requests that have a free row; returns whether there are any."""
-        requests = self._questions()
-        if not requests:
-            rows = ((self._find_row(request.document), request) for request in self._waiting)
-            requests = dict(itertools.islice(((row, one) for row, one in rows if row is not None), 1))
+        requests = self._questions() or self._first_request()
         for request in requests.values():
             self._waiting.remove(request)
         if requests:
@@ -387,6 +383,13 @@ class Engine:
             steps = self._prefill_questions(requests) if others else self._prefill_steps(request)
             self._prefill = _Prefill(requests, steps)
         return bool(requests)
+
+    def _first_request(self) -> dict[int, Request]:
+        """Returns the first waiting request that has a free row, by that row."""
+        for request in self._waiting:
+            if (row := self._find_row(request.document)) is not None:
+                return {row: request}
+        return {}
 
     def _questions(self) -> dict[int, Request]:
         """Returns the waiting questions about documents that are prefilled together, by row, if that saves time.
