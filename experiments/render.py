@@ -68,7 +68,9 @@ PARTS = {
     "heads, 16 bits": ("streaming_llm:heads=auto", None, None),
     "heads and map, 16 bits": ("kvzap:heads=auto", None, None),
     "the map, few bits": ("kvzap", "int8", "int4"),
-    "heads, few bits": ("streaming_llm:heads=auto", "int8", "int4"),
+    "5 heads, few bits": ("streaming_llm:heads=build/heads5.json", "int8", "int4"),
+    "9 heads, few bits": ("streaming_llm:heads=build/heads9.json", "int8", "int4"),
+    "heads (16 of 90), few bits": ("streaming_llm:heads=auto", "int8", "int4"),
     "heads, map and few bits: `auto`": ("auto", None, None),
 }
 PARTS_SEED = 2  # of the documents of which all parts were measured
@@ -326,11 +328,10 @@ def settings_table(argument: str, results: Results) -> str:
             f"{one.held:.1%}",
             "-" if one.mean is None else f"{one.mean.value:.3f}",
             "-" if one.difference is None else one.difference.fixed("+", 3),
-            str(one.documents),
         )
         for one in _lines(chosen)
     ]
-    return markdown_table(("", "held", "value", "minus the full cache", "documents"), lines)
+    return markdown_table(("", "held", "value", "minus the full cache"), lines)
 
 
 def parts_table(_: str, results: Results) -> str:
@@ -422,7 +423,7 @@ def papers_tables(_: str, results: Results) -> str:
 def uniform_table(_: str, results: Results) -> str:
     """Returns paired differences of the papers' systems to a uniform sample, all with the model's heads."""
     cases = [
-        ("smollm2-135m", "facts", 1024, "bfloat16", "25%", "int8"),
+        ("smollm2-135m", "facts", 1024, "float32", "25%", "int8"),
         ("smollm2-135m", "niah_multivalue", 1024, "bfloat16", "25%", "int8"),
         ("smollm2-135m", "perplexity_books", 2048, "bfloat16", "25%", "int8"),
         ("smollm2-135m", "perplexity_books", 2048, "bfloat16", "12.5%", "int4"),
