@@ -88,8 +88,10 @@ def test_layers_with_a_window_have_no_shares():
 def test_budgets_follow_the_needs_of_few_heads(model):
     profile = make_profile(np.array([[0.0], [0.5], [0.25]]))
     assert profile.has_few_heads and profile.shares(0.5) == (None, (0.5,), (0.25,))
-    choice, *_ = resolve(model, "auto", "25%", profile=profile)
-    assert isinstance(choice.make(100).policy, kvjax.KVzap)
+    choice, _, kv_dtype = resolve(model, "auto", "25%", profile=profile)
+    assert isinstance(choice.make(200).policy, kvjax.KVzap)
+    formats = [kv_dtype, *(resolve(model, "auto", budget, profile=profile)[2] for budget in ("50%", "5%", "4%"))]
+    assert formats == ["int4", "int8", "int4", ("int4", "int2")]
 
 
 def test_any_policy_takes_the_heads_of_a_profile(model):

@@ -13,7 +13,7 @@ with the highest scores of the profile's linear map (KVzap). It reads a prompt o
 
 Without a scorer SnapKV replaces KVzap, and Chelsea does if prompts are streamed. `heads="auto"` does 2 and 3 for any
 policy with a budget but retrieval policies, whose heads hold every token. In models with few KV heads (Gemma 3 270M),
-no head keeps every token: budgets follow the heads' needs.
+no head keeps every token: budgets follow the heads' needs, and tokens are stored in 8 bits from 50% on only.
 """
 
 import dataclasses
@@ -43,6 +43,8 @@ Heads: TypeAlias = str | Profile | Shares | None
 
 # Smallest budget, as a fraction of a full bfloat16 cache, and the format of `policy="auto"`. Measured on SmolLM2-135M.
 _AUTO_FORMATS: tuple[tuple[float, KVFormat], ...] = ((0.2, "int8"), (0.05, "int4"), (0.0, ("int4", "int2")))
+# Where no head keeps every token, a lost token costs more than bits. Measured on Gemma 3 270M.
+_FORMATS_WITH_FEW_HEADS = ((0.5, "int8"), *_AUTO_FORMATS[1:])
 # The staging buffer is not quantized: 16 tokens, or 8 if 16 exceed this fraction of the budget.
 _LARGEST_STAGING = 0.07
 _MAX_STAGING = 128  # tokens in the staging buffer of any policy by default
@@ -102,13 +104,15 @@ def resolve_auto(
         budget = DEFAULT_BUDGET
     size = size if budget is None else Budget.of(budget)
     fraction = _fraction(size, spec, tokens)
-    if is_auto and kv_dtype is None:
-        kv_dtype = next(formats for smallest, formats in _AUTO_FORMATS if fraction >= smallest)
-    # In bytes, narrow formats keep more tokens.
-    kept = fraction if size is not None and size.slots is not None else fraction * 16 / _bits(kv_dtype, spec)
     profile = heads if isinstance(heads, Profile) else None
     if profile is None and (is_auto or not isinstance(heads, tuple)):
         profile = find_profile()
+    if is_auto and kv_dtype is None:
+        has_few_heads = profile is not None and profile.has_few_heads
+        table = _FORMATS_WITH_FEW_HEADS if has_few_heads else _AUTO_FORMATS
+        kv_dtype = next(formats for smallest, formats in table if fraction >= smallest)
+    # In bytes, narrow formats keep more tokens.
+    kept = fraction if size is not None and size.slots is not None else fraction * 16 / _bits(kv_dtype, spec)
     if isinstance(heads, tuple):
         shares: Shares | None = heads
     elif profile is not None:
