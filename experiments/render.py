@@ -73,6 +73,7 @@ PARTS = {
     "heads (16 of 90), few bits": ("streaming_llm:heads=auto", "int8", "int4"),
     "heads, map and few bits: `auto`": ("auto", None, None),
 }
+FEW_HEADS = ("gemma-3-270m",)  # models whose caches have 4 bits from 20% of the bytes on, as those of `auto`
 PARTS_SEED = 2  # of the documents of which all parts were measured
 CSV_COLUMNS = (
     "model", "task", "tokens", "question", "dtype", "metric", "setting", "held", "question_and_answer", "read",
@@ -173,7 +174,8 @@ def make_cells(rows: Iterable[Row]) -> list[Cell]:
     """Returns the cells of tables: settings with a budget in percent, and the full cache.
 
     Rows of version 0.3 whose budgets include question and answer, although the question is not part of the text, are
-    left out, except for kvpress. Of several settings for one cell, the one with most documents counts.
+    left out, except for kvpress. Of several settings for one cell, the one with most documents counts, or the one with
+    4 bits for models in `FEW_HEADS`.
     """
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
@@ -181,7 +183,7 @@ def make_cells(rows: Iterable[Row]) -> list[Cell]:
         if row.is_of_text or row.question == "seen" or is_press:
             group = "RULER" if row.task.partition(":")[0] in RULER else row.task
             groups.setdefault((row.model, group, row.tokens, row.question, row.dtype, row.metric), []).append(row)
-    best: dict[tuple[Any, ...], tuple[tuple[bool, int], Cell]] = {}
+    best: dict[tuple[Any, ...], tuple[tuple[bool, bool, int], Cell]] = {}
     for (model, task, tokens, question, _, metric), of_group in groups.items():
         policies = {row.setting: row for row in of_group}
         full = _mean_bytes(of_group)
@@ -190,13 +192,14 @@ def make_cells(rows: Iterable[Row]) -> list[Cell]:
             named = policy_of(row.policy)
             size = (row.budget or "100%").removesuffix(peers.OF_PROMPT)
             has_budget = row.policy == caches.FULL or (row.budget is not None and size.endswith("%"))
-            if named is None or line.mean is None or not has_budget:
+            is_quantized_full = row.policy == caches.FULL and row.kv_dtype is not None
+            if named is None or line.mean is None or not has_budget or is_quantized_full:
                 continue
             budget = float(size.rstrip("%"))
             cell = Cell(model, task, tokens, question, metric, *named, budget, line, line.held * full)
             key = (*cell[:7], budget)
             # A cell whose PUBLISHED form is measured shows that form.
-            rank = row.policy in PUBLISHED, line.documents
+            rank = row.policy in PUBLISHED, model in FEW_HEADS and row.kv_dtype == "int4", line.documents
             if key not in best or rank > best[key][0]:
                 best[key] = rank, cell
     return [cell for _, cell in best.values()]

@@ -82,6 +82,20 @@ def test_cells_have_comparable_budgets(cells):
     assert "| auto | m, facts | 25.0% | 0.50 |" in table and "| kvpress KVzip | m, facts | 25.0% | 0.75 |" in table
 
 
+def test_cells_of_models_with_few_heads_have_4_bits(monkeypatch):
+    """The full cache is never a quantized one, and of other models the setting with most documents counts."""
+    rows = [
+        *rows_of("exact", "facts", [1.0] * 4, **sized(1.0)),
+        *rows_of("exact", "facts", [0.5] * 6, **sized(0.3, kv_dtype="int4")),
+        *rows_of("chelsea:heads=auto", "facts", [0.25] * 6, **sized(0.25, kv_dtype="int8")),
+        *rows_of("chelsea:heads=auto", "facts", [0.75] * 4, **sized(0.25, kv_dtype="int4")),
+    ]
+    for few_heads, expected in (((), 0.25), (("m",), 0.75)):
+        monkeypatch.setattr(render, "FEW_HEADS", few_heads)
+        found = {cell.policy: cell.value for cell in render.make_cells(rows)}
+        assert found == {"full cache": 1.0, "Chelsea": expected}
+
+
 def test_the_matrix_has_a_cell_per_score(cells):
     figure = result_figures.matrix(render.matrices(cells)["m", "unseen"], "m")
     texts = [text.get_text() for text in figure.axes[0].texts]
