@@ -430,6 +430,7 @@ def uniform_table(_: str, results: Results) -> str:
         ("smollm2-135m", "niah_multivalue", 1024, "bfloat16", "25%", "int8"),
         ("smollm2-135m", "perplexity_books", 2048, "bfloat16", "25%", "int8"),
         ("smollm2-135m", "perplexity_books", 2048, "bfloat16", "12.5%", "int4"),
+        ("smollm2-135m", "perplexity_books", 4096, "float32", "25%", "int8"),
         ("gemma-3-270m", "facts", 1024, "float32", "25%", "int8"),
     ]
     systems = [*SYSTEMS, "subgen_mean", "balancekv_theory"]
@@ -445,7 +446,7 @@ def uniform_table(_: str, results: Results) -> str:
             if policy not in ALL_TOKENS:
                 found = summarize.paired_differences(rows.get(policy, []), rows["uniform"], [case[1]])
                 table[NAMES[policy]].append("-" if found is None else found.fixed("+", 3))
-    columns = ("", *(f"{MODELS[model]}, `{task}`, {budget}" for model, task, _, _, budget, _ in cases))
+    columns = ("", *(f"{MODELS[model]}, `{task}`, {size}, {budget}" for model, task, size, _, budget, _ in cases))
     return markdown_table(columns, [(name, *values) for name, values in table.items()])
 
 
