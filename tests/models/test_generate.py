@@ -334,8 +334,9 @@ def test_layer_by_layer_equals_one_program(name, monkeypatch):
     monkeypatch.setattr(decode, "MIN_LAYERS", 1)
     programs = [decode_program, decode.append_program, decode.score_program, decode.step_layer]
     decode.step_layer.clear_cache()
-    # One program per kind of layer (full attention, window), and per length of a block (1 token, PERIOD tokens).
-    with compile_counts(programs, [0, 0, 0, 4]):
+    # One program per kind of layer (full attention, window), and per length of a block: one token, PERIOD tokens, and
+    # half of them for the end of a turn.
+    with compile_counts(programs, [0, 0, 0, 6]):
         tokens, log_probs, state = two_turns()
     assert tokens == expected_tokens
     for row, expected in zip(log_probs, expected_log_probs, strict=True):
