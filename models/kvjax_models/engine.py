@@ -211,7 +211,7 @@ class Engine:
         self._max_prefill_steps, self._stream_interval = max_prefill_steps, stream_interval
         self._waiting: collections.deque[Request] = collections.deque()
         self._prefill: _Prefill | None = None
-        self._alone: set[int] = set()  # requests that are prefilled alone, because one beside them failed
+        self._alone: set[int] = set()  # waiting requests that were in a group of which one failed
         self._prefilled: tuple[Request, GenerationState] | None = None  # the last one, if others have its prompt
         self._running: dict[int, _Running] = {}  # by row
         self._finished: list[Output] = []  # that the next step returns
@@ -378,6 +378,7 @@ class Engine:
         requests = self._questions() or self._first_request()
         for request in requests.values():
             self._waiting.remove(request)
+            self._alone.discard(request.number)
         if requests:
             [request, *others] = requests.values()
             steps = self._prefill_questions(requests) if others else self._prefill_steps(request)

@@ -92,6 +92,7 @@ def test_budgets_follow_the_needs_of_few_heads(model):
     assert isinstance(choice.make(200).policy, kvjax.KVzap)
     formats = [kv_dtype, *(resolve(model, "auto", budget, profile=profile)[2] for budget in ("50%", "5%", "4%"))]
     assert formats == ["int4", "int8", "int4", ("int4", "int2")]
+    assert resolve(model, "auto", 250, profile=profile)[2] == "int8"  # slots of 4 bits hold no more tokens
 
 
 def test_any_policy_takes_the_heads_of_a_profile(model):

@@ -108,7 +108,8 @@ def resolve_auto(
     if profile is None and (is_auto or not isinstance(heads, tuple)):
         profile = find_profile()
     if is_auto and kv_dtype is None:
-        has_few_heads = profile is not None and profile.has_few_heads
+        # A budget in slots holds no more tokens with fewer bits.
+        has_few_heads = profile is not None and profile.has_few_heads and (size is None or size.slots is None)
         table = _FORMATS_WITH_FEW_HEADS if has_few_heads else _AUTO_FORMATS
         kv_dtype = next(formats for smallest, formats in table if fraction >= smallest)
     # In bytes, narrow formats keep more tokens.
