@@ -219,21 +219,25 @@ def _tile(columns: int, dtype: Any) -> tuple[bool, int]:
     return swizzle >= 32, 8 * swizzle // bits
 
 
-def choose_stages(scratch_of: Callable[[int], Mapping[str, Any]], stages: int | None = None) -> tuple[int, int]:
+def choose_stages(
+    scratch_of: Callable[[int], Mapping[str, Any]], stages: int | None = None, max_programs: int = 2
+) -> tuple[int, int]:
     """Chooses how many blocks are in flight or in use at a time.
 
     Args:
         scratch_of: Returns the shared memory of a program for a number of stages.
         stages: The number of stages, if it is given.
+        max_programs: The most programs that share a multiprocessor, if their registers allow it.
 
     Returns:
-        The stages, and how many programs run at a time on the GPU: two per multiprocessor if they fit, otherwise one.
+        The stages, and how many programs run at a time on the GPU: as many as fit with two stages or more each.
 
     Raises:
         NotImplementedError: If a program does not fit.
     """
-    for programs in (2, 1):
-        for number in (4, 3, 2, 1) if stages is None else (stages,):
+    for programs in range(max_programs, 0, -1):
+        numbers = (4, 3, 2, 1) if programs <= 2 else (3, 2)
+        for number in numbers if stages is None else (stages,):
             if programs * (_scratch_bytes(scratch_of(number)) + _RESERVED_BYTES) <= _SHARED_BYTES:
                 return number, programs * _multiprocessors()
     raise NotImplementedError(f"{_scratch_bytes(scratch_of(stages or 1))} bytes do not fit in shared memory")

@@ -1,7 +1,7 @@
 """`weighted_decode` as a Pallas kernel for Hopper GPUs (Mosaic GPU); see `pallas_kernels.hopper`."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from pallas_kernels import hopper
 from pallas_kernels.batching import fold_mapped_axes
 from pallas_kernels.hopper import GpuConfig
 from pallas_kernels.partials import MASK_VALUE, Partials, merge_partials, merge_splits
+from pallas_kernels.weighted_decode import slots_as_rows
 from pallas_kernels.weighted_decode.entries import (
     PER_SLOT,
     SLOT_TILE,
@@ -23,6 +24,8 @@ from pallas_kernels.weighted_decode.entries import (
     check_kernel_support,
     read_ranges,
 )
+from pallas_kernels.weighted_decode.queries_as_rows import QueriesAsRows
+from pallas_kernels.weighted_decode.slots_as_rows import SlotsAsRows
 
 
 def check(queries: Float[Array, "B H R D"], entries: Entries, *, interpret: Any, **_options: Any) -> None:
@@ -52,7 +55,9 @@ def check(queries: Float[Array, "B H R D"], entries: Entries, *, interpret: Any,
         raise NotImplementedError(
             f"a head has {entries.slots} slots; the copy engine needs a multiple of {SLOT_TILE} slots per head"
         )
-    hopper.choose_stages(functools.partial(_scratch, [_Store(queries, entries)], True))
+    stores = [_Store(queries, entries)]
+    form = _choose_form(stores, interpret)
+    hopper.choose_stages(functools.partial(_scratch, form, stores, True), max_programs=form.max_programs)
 
 
 def weighted_decode(
@@ -110,30 +115,38 @@ class _Store(NamedTuple):
         """The names of the arrays that are read slot by slot."""
         return ["keys", *(() if self.entries.values is None else ("values",)), *self.weights]
 
-    @property
-    def blocks(self) -> int:
-        return pl.cdiv(self.entries.slots, hopper.SLOTS)
+
+def _choose_form(stores: Sequence[_Store], interpret: Any) -> SlotsAsRows | QueriesAsRows:
+    """Returns how the matrix unit multiplies the queries and entries of a launch, whose stores have one format."""
+    queries, entries = stores[0].queries, stores[0].entries
+    _, _, count, head_dim = queries.shape
+    with_values = next((store.entries for store in stores if store.entries.values is not None), None)
+    keys, values = entries.slot_arrays["keys"], None if with_values is None else with_values.slot_arrays["values"]
+    bits = {"keys": entries.bits["keys"], "values": None if with_values is None else with_values.bits["values"]}
+    formats = bits["keys"], bits["values"], with_values is not None
+    if slots_as_rows.is_supported(queries, keys, values, bits):
+        return SlotsAsRows(count, head_dim, *formats, interpret)
+    operands = hopper.Operands.create(queries.dtype, keys.dtype)
+    columns = hopper.operand_columns(head_dim, *bits.values())
+    return QueriesAsRows(queries.dtype, count, head_dim, operands, columns, *formats)
 
 
 def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_logits: bool) -> list[Partials]:
     """Returns the partials of parts that share a launch, with one program per split of every head of every store."""
     stores = [_Store(queries, entries) for queries, *own_stores in parts for entries in own_stores]
     batch, heads, count, head_dim = stores[0].queries.shape
-    operands = hopper.Operands.create(stores[0].queries.dtype, stores[0].entries.slot_arrays["keys"].dtype)
-    scratch_of = functools.partial(_scratch, stores, with_logits)
-    stages, programs = hopper.choose_stages(scratch_of, config.stages)
+    form = _choose_form(stores, interpret)
+    scratch_of = functools.partial(_scratch, form, stores, with_logits)
+    stages, programs = hopper.choose_stages(scratch_of, config.stages, form.max_programs)
+    blocks = [pl.cdiv(store.entries.slots, form.slots) for store in stores]
     if config.splits is None:
-        splits = hopper.balance_splits(batch * heads, [store.blocks for store in stores], programs)
+        splits = hopper.balance_splits(batch * heads, blocks, programs)
     else:
-        splits = [min(config.splits, store.blocks) for store in stores]
+        splits = [min(config.splits, count) for count in blocks]
     ranges = [read_ranges(store.entries) for store in stores]
-    inputs = [_inputs(store, store_ranges, operands) for store, store_ranges in zip(stores, ranges, strict=True)]
-    padded = inputs[0]["queries"].shape[3]
-
-    has_values = any(store.entries.values is not None for store in stores)
-    outputs = hopper.partials_shapes(batch, heads, sum(splits), padded, head_dim if has_values else None)
-    widths = [store.blocks * hopper.SLOTS for store in stores if with_logits]
-    logits_out = [jax.ShapeDtypeStruct((batch, heads, padded, width), jnp.float32) for width in widths]
+    inputs = [_inputs(form, store, store_ranges) for store, store_ranges in zip(stores, ranges, strict=True)]
+    outputs = form.output_shapes(batch, heads, sum(splits))
+    logits_out = [form.logits_shape(batch, heads, count) for count in blocks if with_logits]
 
     def weighted_decode(*refs, **scratch):
         next_ref = iter(refs)
@@ -143,9 +156,8 @@ def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_log
         for store, store_refs, store_splits in zip(stores, input_refs, splits, strict=True):
             store_refs |= output_refs | ({"logits": next(next_ref)} if with_logits else {})
             program = functools.partial(
-                _program, store, store_refs, scratch, launch_split, launch_split - first, store_splits,
-                operands=operands, stages=stages,
-            )  # fmt: skip
+                _program, form, store, store_refs, scratch, launch_split, launch_split - first, store_splits, stages
+            )
             if len(stores) == 1:
                 program()
             else:
@@ -156,12 +168,11 @@ def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_log
     results = hopper.launch(
         weighted_decode, [x for arrays in inputs for x in arrays.values()], [*outputs.values(), *logits_out],
         scratch_of(stages), grid={"splits": sum(splits), "heads": heads, "batch": batch}, interpret=interpret,
-        flops=2 * batch * heads * count * slots * head_dim * (1 + has_values),
+        flops=2 * batch * heads * count * slots * head_dim * (1 + form.has_values),
         transcendentals=batch * heads * count * slots, approx_math=True,
     )  # fmt: skip
-    maximum, denominator = results[0][..., :count], results[1][..., :count]
-    numerator = results[2][..., :count, :] if has_values else jnp.zeros((*maximum.shape, head_dim))
-    launch_partials = Partials(maximum, numerator, denominator)
+    named = dict(zip(outputs, results, strict=False))
+    launch_partials = form.partials(named["max"], named["denominator"], named.get("numerator"))
     store_partials, first = [], 0
     for store, store_splits in zip(stores, splits, strict=True):
         split_range = slice(first, first := first + store_splits)
@@ -178,7 +189,7 @@ def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_log
         """Returns the logits of a store; blocks outside of `store_ranges` were not written."""
         slot = jnp.arange(store.entries.slots, dtype=jnp.int32)
         is_read = (slot >= store_ranges.lowest[:, None]) & (slot < store_ranges.highest[:, None])
-        return jnp.where(is_read[:, None, None], logits[:, :, :count, : len(slot)], MASK_VALUE)
+        return jnp.where(is_read[:, None, None], form.logits(logits)[..., : len(slot)], MASK_VALUE)
 
     return [
         partials._replace(logits=mask_logits(store, store_ranges, logits))
@@ -186,51 +197,45 @@ def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_log
     ]
 
 
-def _inputs(store: _Store, ranges: Ranges, operands: Any) -> dict[str, Array]:
+def _inputs(form: Any, store: _Store, ranges: Ranges) -> dict[str, Array]:
     """Returns the arrays that a store's programs read."""
     batch, _, count, _ = store.queries.shape
-    queries = hopper.query_operands(store.queries, operands)
-    arrays = {"queries": queries, "lowest": ranges.lowest, "highest": ranges.highest}
+    arrays = {**form.query_inputs(store.queries), "lowest": ranges.lowest, "highest": ranges.highest}
     for name in store.names:
         array = store.entries.slot_arrays[name]
         # The copy engine needs rows of a multiple of 16 bytes, and heads in tiles of `SLOT_TILE` slots.
         if name in PER_SLOT:
             array = jnp.pad(array, ((0, 0), (0, 0), (0, -array.shape[2] % (16 // array.dtype.itemsize))))
         else:
-            array = array.reshape(batch, -1, array.shape[3])
+            array = array.reshape(batch, -1, array.shape[3]).view(form.stored_dtype(array.dtype))
         arrays[name] = array
     if ranges.start.ndim == 2 or ranges.stop.ndim == 2:
         wide = [jnp.broadcast_to(x if x.ndim == 2 else x[:, None], (batch, count)) for x in ranges[:2]]
-        arrays["bounds"] = jnp.pad(jnp.stack(wide, axis=1), ((0, 0), (0, 0), (0, hopper.ROWS - count)))
+        arrays["bounds"] = jnp.pad(jnp.stack(wide, axis=1), ((0, 0), (0, 0), (0, form.bounds_width - count)))
     return arrays
 
 
-def _scratch(stores: Sequence[_Store], with_logits: bool, stages: int) -> dict[str, Any]:
+def _scratch(form: Any, stores: Sequence[_Store], with_logits: bool, stages: int) -> dict[str, Any]:
     """Returns the shared memory of a program of any of the stores, named after the arrays whose blocks it holds."""
-    queries, entries = stores[0].queries, stores[0].entries
-    head_dim, keys = queries.shape[3], entries.slot_arrays["keys"]
-    operands = hopper.Operands.create(queries.dtype, keys.dtype)
-    columns = hopper.operand_columns(head_dim, *entries.bits.values())
     values = next((store.entries.slot_arrays["values"] for store in stores if store.entries.values is not None), None)
 
     def ring(x: Array) -> Any:
-        return hopper.blocked((stages, hopper.SLOTS, x.shape[3]), x.dtype)
+        return hopper.blocked((stages, form.slots, x.shape[3]), form.stored_dtype(x.dtype))
 
+    keys = ring(stores[0].entries.slot_arrays["keys"])
     weights = {name: store.entries.slot_arrays[name].dtype for store in stores for name in store.weights}
     scratch = {
-        **hopper.attention_scratch(queries.dtype, operands, head_dim, columns, has_values=values is not None),
-        "keys": ring(keys),
-        **{name: plgpu.SMEM((stages, hopper.SLOTS), dtype) for name, dtype in weights.items()},
+        **form.scratch(with_logits),
+        "keys": keys,
+        **{name: plgpu.SMEM((stages, form.slots), dtype) for name, dtype in weights.items()},
     }
     for store in stores:
         scratch[_key_barrier(store)] = plgpu.Barrier(num_arrivals=1 + len(store.weights), num_barriers=stages)
     if values is not None:
         # The numerator is written through the memory of the keys, whose reads are complete by then.
-        scratch["keys"] = plgpu.RefUnion(ring(keys), hopper.blocked((hopper.ROWS, head_dim), jnp.float32))
+        scratch["keys"] = plgpu.RefUnion(keys, form.numerator_memory())
         scratch["values"] = ring(values)
         scratch["value_barrier"] = plgpu.Barrier(num_barriers=stages)
-    if with_logits:
-        scratch["logits"] = hopper.blocked((hopper.ROWS, hopper.SLOTS), jnp.float32)
     return scratch
 
 
@@ -239,122 +244,108 @@ def _key_barrier(store: _Store) -> str:
     return f"key_barrier_{len(store.weights)}"
 
 
-def _program(store: _Store, refs, scratch, launch_split, split, splits, *, operands, stages):
+class Block(NamedTuple):
+    """A block of slots in a program.
+
+    Attributes:
+        scratch: Arrays in shared memory, by name.
+        queries: From the form's `await_queries`.
+        bounds: First slot, and exclusive end, of each query; None if all queries of the program share them.
+        keys: The stored keys, in shared memory once `key_barrier` is passed.
+        values: The stored values, likewise with `value_barrier`; None without values.
+        per_slot: Log-weights and scales, by name, which arrive with the keys.
+        key_barrier: The barrier of keys, log-weights and scales.
+        value_barrier: The barrier of the values.
+        logits: The block's logits in global memory; None unless requested.
+        first_slot: The index of the block's first slot.
+        lowest: First slot that the program reads.
+        highest: Exclusive end of the slots that it reads.
+        fetch_next: Starts the copies of the block that takes this one's memory: of the arrays named, or of all.
+    """
+
+    scratch: Any
+    queries: Any
+    bounds: Any
+    keys: Any
+    values: Any
+    per_slot: dict[str, Any]
+    key_barrier: Any
+    value_barrier: Any
+    logits: Any
+    first_slot: Any
+    lowest: Any
+    highest: Any
+    fetch_next: Callable[..., None]
+
+
+def _program(form: Any, store: _Store, refs, scratch, launch_split, split, splits: int, stages: int) -> None:
     """Attends with all queries of a head to one split of its slots.
 
     Args:
+        form: How blocks are multiplied.
         store: The queries and entries that the program reads.
         refs: Arrays in global memory, by name.
         scratch: Arrays in shared memory, by name.
         launch_split: The index of the split among the splits of all stores.
         split: The index of the split among the splits of this store.
         splits: The number of splits of this store.
-        operands: How queries and entries become operands of the matrix unit.
         stages: Blocks that are in flight or in use at a time.
     """
     batch, head = (lax.axis_index(name) for name in ("batch", "heads"))
     lowest, highest = refs["lowest"][batch], refs["highest"][batch]
-    entries, names, weights, bits = store.entries, store.names, store.weights, store.entries.bits
+    entries, names = store.entries, store.names
     rings = {name: scratch[name] for name in names}
-    key_barrier = scratch[_key_barrier(store)]
+    key_barrier, numerator_memory = scratch[_key_barrier(store)], None
     if "values" in scratch:
-        rings["keys"], numerator_out = scratch["keys"]
-    head_dim, padded = refs["queries"].shape[4], refs["queries"].shape[3]
-    block_shape = (hopper.ROWS, hopper.SLOTS)
+        rings["keys"], numerator_memory = scratch["keys"]
 
     # The splits share the blocks of the range evenly.
-    first = lax.div(lowest, hopper.SLOTS)
-    blocks = jnp.where(highest > lowest, lax.div(highest + (hopper.SLOTS - 1), hopper.SLOTS) - first, 0)
+    first = lax.div(lowest, form.slots)
+    blocks = jnp.where(highest > lowest, lax.div(highest + (form.slots - 1), form.slots) - first, 0)
     per_split = lax.div(blocks + (splits - 1), splits)
     begin = first + split * per_split
     steps = jnp.clip(blocks - split * per_split, 0, per_split)
 
-    def fetch(step, *names):
+    def fetch(step, *fetched):
         """Starts the copies of a step's blocks."""
 
         @pl.when(step < steps)
         def _():
             stage = lax.rem(step, stages)
-            first_slot = (begin + step) * hopper.SLOTS
-            slots = pl.ds(first_slot, hopper.SLOTS)
+            first_slot = (begin + step) * form.slots
+            slots = pl.ds(first_slot, form.slots)
             # A block that exceeds a head's last slot contains the next head's first slots, which are masked.
-            rows = pl.ds(head * entries.slots + first_slot, hopper.SLOTS)
+            rows = pl.ds(head * entries.slots + first_slot, form.slots)
             for name in names:
+                if fetched and name not in fetched:
+                    continue
                 barrier = scratch["value_barrier"] if name == "values" else key_barrier
                 source = refs[name].at[batch, head, slots] if name in PER_SLOT else refs[name].at[batch, rows]
                 plgpu.copy_gmem_to_smem(source, rings[name].at[stage], barrier.at[stage])
 
-    hopper.fetch_queries(refs["queries"].at[batch, head], scratch)
+    query_refs = {name: refs[name].at[batch, head] for name in ("queries", "query_scales") if name in refs}
+    form.fetch_queries(query_refs, scratch)
     for early in range(stages):
-        fetch(jnp.int32(early), *names)
+        fetch(jnp.int32(early))
+    bounds = None
     if "bounds" in refs:
-        bounds = [hopper.load(refs["bounds"].at[batch, side], hopper.ROW_LAYOUT, optimized=False) for side in (0, 1)]
-    query_powers = hopper.await_queries(scratch)
-
-    # Blocks that the matrix unit reads directly are free for the next fetch after their product; blocks that are
-    # converted or loaded are free once those reads are committed.
-    fetched_late = weights if operands.is_direct else names
+        bounds = [form.load_bounds(refs["bounds"].at[batch, side]) for side in (0, 1)]
+    queries = form.await_queries(scratch)
+    has_values = "values" in names
 
     def process_step(index, before):
         """Returns the partials `before` with the block of step `index` added."""
         stage = lax.rem(index, stages)
-        plgpu.barrier_wait(key_barrier.at[stage])
-        keys = hopper.as_operands(rings["keys"].at[stage], scratch.get("operands"), operands, bits["keys"])
-        if not operands.is_direct:
-            plgpu.commit_smem()
-        scores = hopper.query_key_products(scratch["queries"], keys, operands) * (head_dim**-0.5 * hopper.LOG2E)
-        if operands.is_direct:
-            fetch(index + stages, "keys")
-        if query_powers is not None:
-            scores = scores * hopper.broadcast_rows(query_powers, block_shape)
+        first_slot = (begin + index) * form.slots
+        block = Block(
+            scratch, queries, bounds, rings["keys"].at[stage], rings["values"].at[stage] if has_values else None,
+            {name: rings[name].at[stage] for name in store.weights}, key_barrier.at[stage],
+            scratch["value_barrier"].at[stage] if has_values else None,
+            form.logits_of(refs["logits"].at[batch, head], first_slot) if "logits" in refs else None,
+            first_slot, lowest, highest, functools.partial(fetch, index + stages),
+        )  # fmt: skip
+        return form.attend(before, block)
 
-        loaded = {name: hopper.load(rings[name].at[stage], hopper.SLOT_LAYOUT).astype(jnp.float32) for name in weights}
-        if "key_scale" in loaded:
-            scores = scores * hopper.broadcast_slots(loaded["key_scale"], block_shape)
-        first_slot = (begin + index) * hopper.SLOTS
-        slot = first_slot + plgpu.broadcasted_iota(jnp.int32, (hopper.SLOTS,), 0, layout=hopper.SLOT_LAYOUT)
-        is_read = (slot >= lowest) & (slot < highest)
-
-        def add_log_weights(name):
-            """Returns masked scores plus the log-weights `name`."""
-            bias = jnp.maximum(loaded[name], MASK_VALUE) * hopper.LOG2E if name in loaded else 0.0
-            biased = scores + hopper.broadcast_slots(jnp.where(is_read, bias, MASK_VALUE * hopper.LOG2E), block_shape)
-            if "bounds" not in refs:
-                return biased
-            slots = first_slot + plgpu.broadcasted_iota(jnp.int32, block_shape, 1, layout=hopper.LAYOUT)
-            starts, stops = (hopper.broadcast_rows(bound, block_shape) for bound in bounds)
-            return jnp.where((slots >= starts) & (slots < stops), biased, MASK_VALUE * hopper.LOG2E)
-
-        den_scores = num_scores = add_log_weights("log_num")
-        if "log_den" in loaded:
-            den_scores = add_log_weights("log_den")
-        if "values" not in names:
-            num_scores = None
-        maximum, rescale, denominator, weight = hopper.update_max(before, num_scores, den_scores)
-        if "logits" in refs:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            scratch["logits"][...] = den_scores * (1 / hopper.LOG2E)
-        if "values" in names:
-            if "value_scale" in loaded:
-                weight = weight * hopper.broadcast_slots(loaded["value_scale"], block_shape)
-            powers = hopper.store_weights(scratch["weights"], weight, operands)
-            plgpu.barrier_wait(scratch["value_barrier"].at[stage])
-            values = hopper.as_operands(rings["values"].at[stage], scratch.get("operands"), operands, bits["values"])
-        plgpu.commit_smem()
-        fetch(index + stages, *fetched_late)
-        if "logits" in refs:
-            plgpu.copy_smem_to_gmem(
-                scratch["logits"].at[pl.ds(0, padded)],
-                refs["logits"].at[batch, head, :, pl.ds(first_slot, hopper.SLOTS)],
-            )
-        numerator = before.numerator
-        if "values" in names:
-            numerator = hopper.add_values(numerator, rescale, scratch["weights"], values, operands, powers)
-            if operands.is_direct:
-                fetch(index + stages, "values")
-        return hopper.RunningPartials(maximum, denominator, numerator)
-
-    empty = hopper.RunningPartials.create(head_dim if "values" in names else None)
-    partials = lax.fori_loop(0, steps, process_step, empty)
+    partials = lax.fori_loop(0, steps, process_step, form.empty(has_values, names))
     index = batch, head, launch_split
-    hopper.write_partials(partials, scratch, refs, index, numerator_out if "values" in names else None)
+    form.write(partials, scratch, refs, index, numerator_memory if has_values else None)

@@ -14,9 +14,18 @@ from pallas_kernels import dispatch, hopper, packing
 from pallas_kernels.hopper import GpuConfig
 from pallas_kernels.partials import MASK_VALUE
 from pallas_kernels.quantized_array import QuantizedArray
-from pallas_kernels.weighted_decode import Entries, TpuConfig, oracle, weighted_decode, weighted_decode_many, xla
+from pallas_kernels.weighted_decode import (
+    Entries,
+    TpuConfig,
+    mosaic_gpu,
+    oracle,
+    weighted_decode,
+    weighted_decode_many,
+    xla,
+)
 from pallas_kernels.weighted_decode import entries as entries_module
 from pallas_kernels.weighted_decode.entries import COMPUTE_BOUND_QUERIES
+from pallas_kernels.weighted_decode.slots_as_rows import SlotsAsRows
 from tests.pallas_kernels import helpers, traffic
 
 TPU = {"implementation": "mosaic_tpu", "interpret": True}
@@ -422,6 +431,121 @@ def test_the_gpu_kernel_unpacks_numbers(key_bits, value_bits, head_dim):
     if not has_values:
         entries, plain = (dataclasses.replace(each, values=None) for each in (entries, plain))
     compare(jax.jit(run_gpu)(queries, entries), queries, plain)
+
+
+# Few bfloat16 queries and entries of 8 or 4 bits, which the matrix unit multiplies as bytes.
+BYTE_CASES = {
+    "int8": {"head_dim": 128, "fields": ("log_num",)},
+    "int8, a query": {"head_dim": 64, "queries": 1, "slots": 8},
+    "int8, wide": {"head_dim": 256, "queries": 9, "slots": 136},
+    "int8, many queries": {"head_dim": 64, "queries": 32, "splits": 2},
+    "int4": {"bits": 4, "head_dim": 128, "fields": ("log_num",)},
+    "int4, wide": {"bits": 4, "head_dim": 256, "queries": 17, "slots": 136},
+    "numerator": {"head_dim": 64, "feeds": "numerator", "fields": ("log_num",)},
+    "denominator": {"bits": 4, "head_dim": 128, "feeds": "denominator", "fields": ("log_num", "log_den")},
+    "two log-weights": {"bits": 4, "head_dim": 128, "fields": ("log_num", "log_den"), "splits": 2},
+    "empty range": {"head_dim": 64, "start": [0, 40], "stop": [0, 40], "batch": 2, "splits": None},
+    "within blocks": {"head_dim": 64, "start": [130, 303], "stop": [250, 304], "batch": 2, "splits": 2},
+    "of each query": {"head_dim": 64, "start": [[0, 10, 250, 7]], "stop": [[304, 10, 260, 8]], "splits": 2},
+    "logits": {"head_dim": 64, "fields": ("log_num", "log_den"), "stop": [200, 0], "batch": 2, "logits": True},
+    "heads that end inside blocks": {"bits": 4, "head_dim": 128, "heads": 3, "slots": 72, "logits": True},
+}
+
+
+def make_bytes(bits=None, norm=1.0, seed=0, **sizes):
+    """Returns bfloat16 queries and entries of 8 or 4 bits, of which every seventh has no weight."""
+    queries, entries = make(seed, dtype="int8", **sizes)
+    rng = np.random.default_rng(seed + 1)
+
+    def stored(x):
+        scale = jnp.asarray(norm * 0.03 * rng.uniform(0.2, 1, x.shape[:3]), jnp.bfloat16)
+        if bits is None:
+            return QuantizedArray(x, scale)
+        codes = jnp.asarray(rng.integers(0, 2**bits, x.shape), jnp.uint8)
+        return QuantizedArray(packing.pack(codes, bits), scale, bits=bits)
+
+    values = None if entries.values is None else stored(entries.values)
+    entries = dataclasses.replace(entries, keys=stored(entries.keys), values=values)
+    return queries.astype(jnp.bfloat16), mask_some(entries)
+
+
+def is_multiplied_as_bytes(queries, entries):
+    stores = [mosaic_gpu._Store(queries, entries)]
+    return isinstance(mosaic_gpu._choose_form(stores, True), SlotsAsRows)
+
+
+@helpers.gpu_kernel
+@pytest.mark.parametrize("case", BYTE_CASES)
+def test_the_gpu_kernel_multiplies_bytes(case):
+    sizes = {"batch": 1, "heads": 1} | BYTE_CASES[case]
+    options = {name: sizes.pop(name) for name in ("splits", "logits") if name in sizes}
+    queries, entries = make_bytes(**sizes)
+    assert is_multiplied_as_bytes(queries, entries)
+    actual = jax.jit(functools.partial(run_gpu, **options))(queries, entries)
+    compare(actual, queries, entries, 2e-4)
+    if "logits" in options:
+        compare_logits(actual.logits, queries, entries)
+
+
+@helpers.gpu_kernel
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e4])
+def test_bytes_are_as_exact_as_float32_at_any_scale(bits, size):
+    queries, entries = make_bytes(bits, batch=1, heads=1, slots=264, head_dim=128)
+    # Values of very different sizes share a block.
+    spread = size * 10.0 ** np.random.default_rng(2).uniform(-2, 2, entries.values.scale.shape)
+    spread[..., 5] = 0  # a vector of zeros has a weight in the denominator
+    keys = dataclasses.replace(entries.keys, scale=entries.keys.scale / size)
+    values = dataclasses.replace(entries.values, scale=jnp.asarray(spread, jnp.bfloat16))
+    entries = dataclasses.replace(entries, keys=keys, values=values)
+    queries = (queries * size).astype(jnp.bfloat16)
+    compare(jax.jit(run_gpu)(queries, entries), queries, entries, 2e-4)
+
+
+@helpers.gpu_kernel
+def test_one_large_weight_does_not_hide_many_small_ones():
+    queries, entries = make_bytes(batch=1, heads=1, slots=1024, head_dim=64)
+    log_num = jnp.where(jnp.arange(1024) == 3, 12.0, 0.0) + jnp.zeros((1, 1, 1024))
+    # The first slot of weight e^12 has values near zero, so that the others are most of the numerator.
+    values = dataclasses.replace(entries.values, scale=entries.values.scale.at[..., 3].set(1e-6))
+    entries = dataclasses.replace(entries, log_num=log_num, values=values)
+    compare(jax.jit(run_gpu)(queries, entries), queries, entries, 2e-4)
+
+
+@helpers.gpu_kernel
+@pytest.mark.parametrize(
+    "dtype, sizes, expected",
+    [
+        ("bfloat16", {"head_dim": 128}, True),
+        ("bfloat16", {"bits": 4, "head_dim": 64}, False),  # 32 bytes of keys are too few for a product from registers
+        ("bfloat16", {"head_dim": 80}, False),
+        ("bfloat16", {"head_dim": 64, "queries": 33}, False),
+        ("float32", {"head_dim": 128}, False),
+    ],
+)
+def test_which_arguments_are_multiplied_as_bytes(dtype, sizes, expected):
+    queries, entries = make_bytes(batch=1, heads=1, slots=16, **sizes)
+    assert is_multiplied_as_bytes(queries.astype(dtype), entries) == expected
+    run_gpu(queries.astype(dtype), entries)
+
+
+@helpers.gpu_kernel
+def test_stores_of_bytes_share_a_gpu_launch():
+    queries, first = make_bytes(batch=1, heads=2, slots=136, head_dim=64, fields=("log_num",))
+    _, second = make_bytes(batch=1, heads=2, slots=72, head_dim=64, seed=5, stop=[40])
+    stores = first, dataclasses.replace(second, values=None), second
+    traced = jax.jit(functools.partial(run_gpu, splits=None)).trace(queries, *stores)
+    assert count_gpu_launches(traced.jaxpr) == 1
+    actual = traced.lower().compile()(queries, *stores)
+    assert helpers.compare_partials(actual, expected(queries, *stores), 2e-4).all()
+
+
+@pytest.mark.gpu_interpreter
+def test_the_gpu_kernel_reads_occupied_blocks_of_bytes_once():
+    queries, entries = make_bytes(batch=1, heads=1, slots=768, head_dim=128, stop=[512])
+    entries = dataclasses.replace(entries, log_num=None)
+    least = 512 * (2 * 128 + 4) + 8 * 128 * 2 + 4 * 8 * (128 + 4)
+    traffic.check(traffic.copied_for_gpu(run_gpu, queries, entries), least)
 
 
 @helpers.gpu_kernel
