@@ -506,22 +506,21 @@ def add_values(
     return tuple(sums)
 
 
-def partials_shapes(batch: int, heads: int, splits: int, queries: int, width: int | None) -> dict[str, Any]:
+def partials_shapes(programs: tuple[int, ...], queries: int, width: int | None) -> dict[str, Any]:
     """Returns the shapes of a launch's partials.
 
     Args:
-        batch: Sequences.
-        splits: Splits of each head.
+        programs: The shape of the launch's programs, such as (batch, heads, splits).
         queries: Padded queries of each head.
         width: The columns of the values; None without a numerator.
 
     Returns:
         The shapes of maximum, denominator and numerator.
     """
-    per_query = jax.ShapeDtypeStruct((batch, heads, splits, ROWS), jnp.float32)
+    per_query = jax.ShapeDtypeStruct((*programs, ROWS), jnp.float32)
     shapes = {"max": per_query, "denominator": per_query}
     if width is not None:
-        shapes["numerator"] = jax.ShapeDtypeStruct((batch, heads, splits, queries, width), jnp.float32)
+        shapes["numerator"] = jax.ShapeDtypeStruct((*programs, queries, width), jnp.float32)
     return shapes
 
 
@@ -545,7 +544,7 @@ def write_partials(
     for name in ("max", "denominator"):
         plgpu.copy_smem_to_gmem(scratch[name], refs[name].at[index])
     if staging is not None:
-        plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, refs["numerator"].shape[3])], refs["numerator"].at[index])
+        plgpu.copy_smem_to_gmem(staging.at[pl.ds(0, refs["numerator"].shape[-2])], refs["numerator"].at[index])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -639,13 +638,13 @@ def _multiprocessors() -> int:
     return next((count for count in counts if count), 132)
 
 
-def balance_splits(heads: int, blocks: Sequence[int], programs: int) -> list[int]:
+def balance_splits(heads: Sequence[int], blocks: Sequence[int], programs: int) -> list[int]:
     """Chooses the number of splits of each store that finishes first.
 
     Starting and ending a program takes about as long as two blocks.
 
     Args:
-        heads: Sequences times heads.
+        heads: Sequences times heads of each store.
         blocks: The blocks of each store, per head.
         programs: The programs that run at a time.
 
@@ -657,6 +656,7 @@ def balance_splits(heads: int, blocks: Sequence[int], programs: int) -> list[int
         return [max(-(-count // max_blocks), 1) for count in blocks]
 
     def duration(max_blocks: int) -> int:
-        return -(-heads * sum(splits(max_blocks)) // programs) * (max_blocks + 2)
+        number = sum(count * each for count, each in zip(heads, splits(max_blocks), strict=True))
+        return -(-number // programs) * (max_blocks + 2)
 
     return splits(min(range(max(*blocks, 1), 0, -1), key=duration))

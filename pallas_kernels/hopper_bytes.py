@@ -11,6 +11,7 @@ that neither reads nor writes of a warp meet in a bank (the swizzle of `hopper.b
 so that the functions consist of Mosaic GPU's operations; in an interpreter, they compute the same bytes in JAX.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 SLOTS = 128  # of a block: four slots for each of 32 groups of four threads
+BYTE = 127  # the largest byte
 LOW_PART = 254  # a number x in [-127, 127] is stored as a + b / 254 with bytes a and b
 _ROUND = 1.5 * 2**23  # a float32 plus this number has its nearest integer in the lowest bits
 
@@ -45,6 +47,70 @@ def split_bytes(x: Float[Array, "*A"]) -> tuple[Array, Array]:
     """Splits numbers in [-127, 127] into bytes a and b with x = a + b / `LOW_PART`, rounded to 1 / 508."""
     high = jnp.round(x)
     return high.astype(jnp.int8), jnp.round((x - high) * LOW_PART).astype(jnp.int8)
+
+
+def quantize_queries(parts: Any, scales: Any, queries: Any, factor: float, is_packed: bool, interpret: Any) -> None:
+    """Splits queries into bytes relative to the largest number of each.
+
+    Args:
+        parts: Shared memory [2, N, D], int8, from `hopper.blocked`, for high and low bytes.
+        scales: Shared memory [2, N], float32: what one high byte stands for, times `factor`; and what the codes of
+            packed keys add to the products with each query, times `factor` (0 unless `is_packed`).
+        queries: Shared memory [N, D] with the queries, bfloat16. Rows without a query may hold anything.
+        factor: A factor of the scales.
+        is_packed: Whether keys are packed, and `parts` is swizzled for half of the dimensions.
+        interpret: Whether the kernel is interpreted.
+    """
+    count, dim = queries.shape
+    # Low codes stand for 2 c - 15 and are multiplied as c; high ones for 2 (c - 8) + 1.
+    sums = (-15.0, 1.0) if is_packed else (0.0, 0.0)
+    if interpret:
+        x = queries[...].astype(jnp.float32)
+        scale = jnp.max(jnp.abs(x), axis=1) / BYTE
+        high, low = split_bytes(x / jnp.where(scale == 0, 1.0, scale)[:, None])
+        parts[0], parts[1] = high, low
+        rounded = high.astype(jnp.float32) + low.astype(jnp.float32) / LOW_PART
+        added = jnp.sum(rounded * jnp.where(jnp.arange(dim) < dim // 2, *sums), axis=1)
+        scales[0], scales[1] = scale * factor, scale * factor * added
+        return
+    tile = min(dim // 2 if is_packed else dim, 128)
+    each = dim // 16  # elements of a thread: 16 threads share a query
+
+    def write(build: "_Builder", out: Any, out_scales: Any, source: Any) -> None:
+        thread = build.add(build.multiply(build.warp, 32), build.multiply(build.row, 4), build.column)
+        lane = build.mask(thread, 15)
+        first = build.multiply(lane, each)
+        is_low = build.less(lane, 8)
+        for row in range(0, count, 8):
+            query = build.add(build.right_shift(thread, 4), row)
+            at = build.add(build.address(source), build.multiply(query, 2 * dim), build.multiply(first, 2))
+            x = [half for i in range(each // 2) for half in build.load_bfloat16(at, 4 * i)]
+            peak = build.reduce_lanes(build.maximum, build.reduce(build.maximum, [build.absolute(one) for one in x]))
+            inverse = build.inverse(peak, float(BYTE))
+            pairs = [build.split_float(build.scale(one, inverse)) for one in x]
+            numbers = [build.join_parts(*pair) for pair in pairs]
+            total = build.scale(build.reduce(build.sum, numbers), build.choose(is_low, *sums))
+            total = build.reduce_lanes(build.sum, total)
+            scale = build.scale(peak, build.constant(factor / BYTE))
+            at = build.add(build.address(out_scales), build.multiply(query, 4))
+            build.store(at, 0, build.bits(scale))
+            build.store(at, 4 * count, build.bits(build.scale(total, scale)))
+            # Rows of eight queries are a tile for every `tile` columns.
+            columns = build.mask(first, tile - 1)
+            tile_start = build.multiply(build.right_shift(first, tile.bit_length() - 1), 8 * tile)
+            exchange = build.right_shift(build.mask(query, 7), {64: 1, 128: 0}[tile])
+            chunk = build.exclusive_or(build.right_shift(columns, 4), exchange)
+            at = build.add(
+                build.address(out), row * dim, tile_start, build.multiply(build.mask(query, 7), tile),
+                build.left_shift(chunk, 4), build.mask(columns, 15),
+            )  # fmt: skip
+            for part in (0, 1):
+                for word in range(each // 4):
+                    words = [pair[part] for pair in pairs[4 * word : 4 * word + 4]]
+                    build.store(at, part * count * dim + 4 * word, build.lowest_bytes(words))
+
+    types = _swizzled(tile), plgpu.RefType(), plgpu.RefType()
+    _inline(write, types)(parts, scales, queries)
 
 
 def unpack_nibbles(x: Array) -> tuple[Array, Array]:
@@ -74,7 +140,7 @@ def store_weights(ref: Any, weights: Float[Array, "128 N"], interpret: Any) -> N
         addresses = [build.add(base, build.multiply(row, SLOTS), build.slot_bytes(row)) for row in rows]
         for tile in range(queries // 8):
             for j, address in enumerate(addresses):
-                parts = [build.split_float(registers[b, tile, a], j) for b in (0, 1) for a in (0, 1)]
+                parts = [build.split_float(build.element(registers[b, tile, a], j)) for b in (0, 1) for a in (0, 1)]
                 for part, words in enumerate(zip(*parts, strict=True)):
                     word = build.lowest_bytes(words)
                     build.store(address, (part * queries + tile * 8) * SLOTS, word)
@@ -227,11 +293,64 @@ class _Builder:
         first, second = (self.permute(*two, 0x0040) for two in (words[:2], words[2:]))
         return self.permute(first, second, 0x5410)
 
-    def split_float(self, vector: Any, index: int) -> tuple[Any, Any]:
-        """Returns words whose lowest bytes are those of `split_bytes` of an element of a float32 vector."""
-        arith, constant = self._arith, lambda x: self._utils.c(x, self._f32)
-        x = self._llvm.extractelement(vector, self._value(index))
-        high = arith.addf(x, constant(_ROUND))
-        rest = arith.subf(x, arith.subf(high, constant(_ROUND)))
-        low = arith.addf(arith.mulf(rest, constant(float(LOW_PART))), constant(_ROUND))
-        return arith.bitcast(self._i32, high), arith.bitcast(self._i32, low)
+    def constant(self, x: float) -> Any:
+        return self._utils.c(x, self._f32)
+
+    def bits(self, x: Any) -> Any:
+        return self._arith.bitcast(self._i32, x)
+
+    def element(self, vector: Any, index: int) -> Any:
+        return self._llvm.extractelement(vector, self._value(index))
+
+    def split_float(self, x: Any) -> tuple[Any, Any]:
+        """Returns words whose lowest bytes are those of `split_bytes` of a float32 number."""
+        arith = self._arith
+        high = arith.addf(x, self.constant(_ROUND))
+        rest = arith.subf(x, arith.subf(high, self.constant(_ROUND)))
+        low = arith.addf(arith.mulf(rest, self.constant(float(LOW_PART))), self.constant(_ROUND))
+        return self.bits(high), self.bits(low)
+
+    def join_parts(self, high: Any, low: Any) -> Any:
+        """Returns the number that the words of `split_float` stand for."""
+        arith, round_ = self._arith, self.constant(_ROUND)
+        high, low = (arith.subf(arith.bitcast(self._f32, word), round_) for word in (high, low))
+        return arith.addf(high, arith.mulf(low, self.constant(1 / LOW_PART)))
+
+    def load_bfloat16(self, address: Any, offset: int) -> tuple[Any, Any]:
+        """Returns two neighboring bfloat16 numbers as float32."""
+        word = self.load(address, offset)
+        low, high = self.left_shift(word, 16), self.mask(word, 0xFFFF0000)
+        return self._arith.bitcast(self._f32, low), self._arith.bitcast(self._f32, high)
+
+    def less(self, x: Any, bound: int) -> Any:
+        return self._arith.cmpi(self._arith.CmpIPredicate.ult, x, self._value(bound))
+
+    def choose(self, condition: Any, first: float, second: float) -> Any:
+        return self._arith.select(condition, self.constant(first), self.constant(second))
+
+    def absolute(self, x: Any) -> Any:
+        return self._arith.bitcast(self._f32, self.mask(self.bits(x), 0x7FFFFFFF))
+
+    def maximum(self, x: Any, y: Any) -> Any:
+        return self._arith.maximumf(x, y)
+
+    def sum(self, x: Any, y: Any) -> Any:
+        return self._arith.addf(x, y)
+
+    def scale(self, x: Any, factor: Any) -> Any:
+        return self._arith.mulf(x, factor)
+
+    def inverse(self, x: Any, numerator: float) -> Any:
+        """Returns numerator / x, or 0 where x is below 1e-30."""
+        zero = self._arith.cmpf(self._arith.CmpFPredicate.OLT, x, self.constant(1e-30))
+        quotient = self._arith.divf(self.constant(numerator), self._arith.select(zero, self.constant(1.0), x))
+        return self._arith.select(zero, self.constant(0.0), quotient)
+
+    def reduce(self, combine: Callable[[Any, Any], Any], values: Sequence[Any]) -> Any:
+        return functools.reduce(combine, values)
+
+    def reduce_lanes(self, combine: Callable[[Any, Any], Any], x: Any) -> Any:
+        """Combines a number of each of 16 neighboring threads."""
+        for distance in (1, 2, 4, 8):
+            x = combine(x, self._utils.shfl_bfly(x, distance))
+        return x

@@ -16,6 +16,7 @@ from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
 from kvjax_models.model.rotary import RopeScaling
+from kvjax_models.profile import FRACTIONS, Profile
 
 SMALL = LlamaConfig(
     vocab_size=8192, width=512, mlp_width=1408, layers=8, query_heads=8, kv_heads=2, head_dim=64, max_length=65536
@@ -89,11 +90,30 @@ def zero_scorer(config: LlamaConfig) -> Float[np.ndarray, "L W+2 H_kv"]:
 
 
 class UnscoredModel(LanguageModel):
-    """A model that scores all tokens equally, for measurements that do not depend on a profile."""
+    """A model with a drawn profile, for measurements of time and bytes that do not depend on answers.
+
+    All tokens have equal scores. The ranking of the heads is random, and the same for each configuration, so that the
+    heads that keep every token are spread over the layers: how many of them a layer has changes the time of a step.
+    """
 
     def scorer(self, heads: object = None) -> Float[np.ndarray, "L W+2 H_kv"]:
         """Returns a scorer that gives all tokens equal scores."""
         return zero_scorer(self.model.config)
+
+    def profile(self, *, scorer: bool = False) -> Profile:
+        """Returns the drawn profile."""
+        config = self.model.config
+        needs = np.random.default_rng(0).permutation(config.layers * config.kv_heads) + 1.0
+        needs = (needs / needs.sum() * needs.size).reshape(config.layers, config.kv_heads).astype(np.float32)
+        fractions = np.asarray(FRACTIONS, np.float32)
+        return Profile(
+            head_needs=np.minimum(fractions[:, None, None] * needs, 1),
+            kept_mass=fractions,
+            scorer=zero_scorer(config),
+            query_moments=np.zeros((config.layers, config.kv_heads, config.head_dim, config.head_dim), np.float32),
+            query_means=np.zeros((config.layers, config.query_heads, config.head_dim), np.float32),
+            query_norms=np.zeros((config.layers, config.query_heads), np.float32),
+        )
 
 
 def random_model(

@@ -76,7 +76,7 @@ def _cluster_recall(inputs: Inputs, *, config: GpuConfig, interpret: Any) -> Par
     stages, programs = hopper.choose_stages(scratch_of, config.stages)
     per_step = hopper.SLOTS // block_size
     max_steps = pl.cdiv(indices.shape[2], per_step)
-    splits = min(config.splits or hopper.balance_splits(batch * heads, [max_steps], programs)[0], max_steps)
+    splits = min(config.splits or hopper.balance_splits([batch * heads], [max_steps], programs)[0], max_steps)
 
     padding = ((0, 0), (0, 0), (0, max_steps * per_step - indices.shape[2]))
     indices, lengths = (jnp.pad(x.astype(jnp.int32), padding) for x in (indices, jnp.clip(lengths, 0, block_size)))
@@ -91,7 +91,7 @@ def _cluster_recall(inputs: Inputs, *, config: GpuConfig, interpret: Any) -> Par
     if blocks.scale is not None:
         scale = gather_blocks(blocks.scale, indices).reshape(*indices.shape[:2], -1, 2)
         arrays |= {name: scale[..., half] for half, name in enumerate(SCALES)}
-    outputs = hopper.partials_shapes(batch, heads, splits, arrays["queries"].shape[3], width)
+    outputs = hopper.partials_shapes((batch, heads, splits), arrays["queries"].shape[3], width)
 
     def cluster_recall(*refs, **scratch):
         named = dict(zip((*arrays, *outputs), refs, strict=True))

@@ -163,7 +163,7 @@ def _sum(labels: Int[Array, "B N"], x: Float[Array, "B N D"], clusters: int, int
     tiles, blocks = pl.cdiv(clusters, TILE), pl.cdiv(tokens, TILE)
     scratch_of = functools.partial(_sum_scratch, head_dim)
     stages, programs = hopper.choose_stages(scratch_of)
-    splits = hopper.balance_splits(batch * tiles, [blocks], programs)[0]
+    splits = hopper.balance_splits([batch * tiles], [blocks], programs)[0]
     # Points after the last one are zeros, so that their label is irrelevant.
     labels = jnp.pad(labels, ((0, 0), (0, blocks * TILE - labels.shape[1])), constant_values=-1)
 

@@ -1,6 +1,8 @@
 """`weighted_decode` as a Pallas kernel for Hopper GPUs (Mosaic GPU); see `pallas_kernels.hopper`."""
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -96,7 +98,8 @@ def _storage_format(queries: Float[Array, "B H R D"], entries: Entries) -> Any:
     values, value_bits = ("keys", bits["keys"]) if entries.values is None else ("values", bits["values"])
     scales = {arrays[name].dtype.name for name in ("key_scale", "value_scale") if name in arrays}
     dtypes = (queries.dtype.name, arrays["keys"].dtype.name, arrays[values].dtype.name, *sorted(scales))
-    return queries.shape, dtypes, bits["keys"], value_bits
+    batch, _, count, head_dim = queries.shape
+    return (batch, count, head_dim), dtypes, bits["keys"], value_bits
 
 
 class _Store(NamedTuple):
@@ -134,49 +137,57 @@ def _choose_form(stores: Sequence[_Store], interpret: Any) -> SlotsAsRows | Quer
 def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_logits: bool) -> list[Partials]:
     """Returns the partials of parts that share a launch, with one program per split of every head of every store."""
     stores = [_Store(queries, entries) for queries, *own_stores in parts for entries in own_stores]
-    batch, heads, count, head_dim = stores[0].queries.shape
+    batch, _, count, head_dim = stores[0].queries.shape
     form = _choose_form(stores, interpret)
     scratch_of = functools.partial(_scratch, form, stores, with_logits)
     stages, programs = hopper.choose_stages(scratch_of, config.stages, form.max_programs)
     blocks = [pl.cdiv(store.entries.slots, form.slots) for store in stores]
+    heads = [store.queries.shape[1] for store in stores]
     if config.splits is None:
-        splits = hopper.balance_splits(batch * heads, blocks, programs)
+        splits = hopper.balance_splits([batch * count for count in heads], blocks, programs)
     else:
         splits = [min(config.splits, count) for count in blocks]
+    # The programs of a store follow those of the stores before it.
+    starts = list(itertools.accumulate(map(operator.mul, heads, splits), initial=0))
     ranges = [read_ranges(store.entries) for store in stores]
     inputs = [_inputs(form, store, store_ranges) for store, store_ranges in zip(stores, ranges, strict=True)]
-    outputs = form.output_shapes(batch, heads, sum(splits))
-    logits_out = [form.logits_shape(batch, heads, count) for count in blocks if with_logits]
+    outputs = form.output_shapes(batch, starts[-1])
+    logits_out = [form.logits_shape(batch, *sizes) for sizes in zip(heads, blocks, strict=True) if with_logits]
 
     def weighted_decode(*refs, **scratch):
         next_ref = iter(refs)
         input_refs = [{name: next(next_ref) for name in arrays} for arrays in inputs]
         output_refs = {name: next(next_ref) for name in outputs}
-        launch_split, first = lax.axis_index("splits"), 0
-        for store, store_refs, store_splits in zip(stores, input_refs, splits, strict=True):
+        launch_program = lax.axis_index("programs")
+        for index, (store, store_refs) in enumerate(zip(stores, input_refs, strict=True)):
             store_refs |= output_refs | ({"logits": next(next_ref)} if with_logits else {})
             program = functools.partial(
-                _program, form, store, store_refs, scratch, launch_split, launch_split - first, store_splits, stages
-            )
+                _program, form, store, store_refs, scratch, launch_program, launch_program - starts[index],
+                splits[index], stages,
+            )  # fmt: skip
             if len(stores) == 1:
                 program()
             else:
-                pl.when((launch_split >= first) & (launch_split < first + store_splits))(program)
-            first += store_splits
+                is_mine = (launch_program >= starts[index]) & (launch_program < starts[index + 1])
+                pl.when(is_mine)(program)
 
-    slots = sum(store.entries.slots for store in stores)
+    slots = sum(count * store.entries.slots for count, store in zip(heads, stores, strict=True))
     results = hopper.launch(
         weighted_decode, [x for arrays in inputs for x in arrays.values()], [*outputs.values(), *logits_out],
-        scratch_of(stages), grid={"splits": sum(splits), "heads": heads, "batch": batch}, interpret=interpret,
-        flops=2 * batch * heads * count * slots * head_dim * (1 + form.has_values),
-        transcendentals=batch * heads * count * slots, approx_math=True,
+        scratch_of(stages), grid={"programs": starts[-1], "batch": batch}, interpret=interpret,
+        flops=2 * batch * count * slots * head_dim * (1 + form.has_values),
+        transcendentals=batch * count * slots, approx_math=True,
     )  # fmt: skip
     named = dict(zip(outputs, results, strict=False))
     launch_partials = form.partials(named["max"], named["denominator"], named.get("numerator"))
-    store_partials, first = [], 0
-    for store, store_splits in zip(stores, splits, strict=True):
-        split_range = slice(first, first := first + store_splits)
-        partials = merge_splits(jax.tree.map(lambda x, at=split_range: x[:, :, at], launch_partials))
+    store_partials = []
+    for index, store in enumerate(stores):
+        programs_of_store, by_split = slice(*starts[index : index + 2]), (batch, heads[index], splits[index])
+        partials = merge_splits(
+            jax.tree.map(
+                lambda x, at=programs_of_store, shape=by_split: x[:, at].reshape(*shape, *x.shape[2:]), launch_partials
+            )
+        )
         if store.entries.values is None:  # its numerator was not written
             partials = partials._replace(numerator=jnp.zeros_like(partials.numerator))
         store_partials.append(partials)
@@ -278,7 +289,7 @@ class Block(NamedTuple):
     fetch_next: Callable[..., None]
 
 
-def _program(form: Any, store: _Store, refs, scratch, launch_split, split, splits: int, stages: int) -> None:
+def _program(form: Any, store: _Store, refs, scratch, launch_program, program, splits: int, stages: int) -> None:
     """Attends with all queries of a head to one split of its slots.
 
     Args:
@@ -286,14 +297,14 @@ def _program(form: Any, store: _Store, refs, scratch, launch_split, split, split
         store: The queries and entries that the program reads.
         refs: Arrays in global memory, by name.
         scratch: Arrays in shared memory, by name.
-        launch_split: The index of the split among the splits of all stores.
-        split: The index of the split among the splits of this store.
-        splits: The number of splits of this store.
+        launch_program: The index of the program among those of all stores.
+        program: The index of the program among those of this store.
+        splits: The number of splits of each head of this store.
         stages: Blocks that are in flight or in use at a time.
     """
-    batch, head = (lax.axis_index(name) for name in ("batch", "heads"))
-    lowest, highest = refs["lowest"][batch], refs["highest"][batch]
+    batch, head, split = lax.axis_index("batch"), lax.div(program, splits), lax.rem(program, splits)
     entries, names = store.entries, store.names
+    lowest, highest = refs["lowest"][batch], jnp.minimum(refs["highest"][batch], entries.slots)
     rings = {name: scratch[name] for name in names}
     key_barrier, numerator_memory = scratch[_key_barrier(store)], None
     if "values" in scratch:
@@ -323,8 +334,7 @@ def _program(form: Any, store: _Store, refs, scratch, launch_split, split, split
                 source = refs[name].at[batch, head, slots] if name in PER_SLOT else refs[name].at[batch, rows]
                 plgpu.copy_gmem_to_smem(source, rings[name].at[stage], barrier.at[stage])
 
-    query_refs = {name: refs[name].at[batch, head] for name in ("queries", "query_scales") if name in refs}
-    form.fetch_queries(query_refs, scratch)
+    form.fetch_queries(refs["queries"].at[batch, head], scratch)
     for early in range(stages):
         fetch(jnp.int32(early))
     bounds = None
@@ -347,5 +357,5 @@ def _program(form: Any, store: _Store, refs, scratch, launch_split, split, split
         return form.attend(before, block)
 
     partials = lax.fori_loop(0, steps, process_step, form.empty(has_values, names))
-    index = batch, head, launch_split
+    index = batch, launch_program
     form.write(partials, scratch, refs, index, numerator_memory if has_values else None)

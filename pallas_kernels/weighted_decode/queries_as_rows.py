@@ -54,16 +54,16 @@ class QueriesAsRows:
         """Returns the dtype as which the kernel reads keys or values of a dtype."""
         return dtype
 
-    def output_shapes(self, batch: int, heads: int, splits: int) -> dict[str, Any]:
+    def output_shapes(self, batch: int, programs: int) -> dict[str, Any]:
         """Returns the shapes of a launch's partials, by name."""
-        return hopper.partials_shapes(batch, heads, splits, self.padded, self.head_dim if self.has_values else None)
+        return hopper.partials_shapes((batch, programs), self.padded, self.head_dim if self.has_values else None)
 
     def logits_shape(self, batch: int, heads: int, blocks: int) -> Any:
         """Returns the shape of the logits of a store of `blocks` blocks per head."""
         return jax.ShapeDtypeStruct((batch, heads, self.padded, blocks * self.slots), jnp.float32)
 
     def partials(self, max: Array, denominator: Array, numerator: Array | None) -> Partials:
-        """Returns the results of a launch as partials [B, H, splits, R, ...]."""
+        """Returns the results of a launch as partials [B, programs, R, ...]."""
         max, denominator = max[..., : self.count], denominator[..., : self.count]
         if numerator is None:
             return Partials(max, jnp.zeros((*max.shape, self.head_dim)), denominator)
@@ -90,9 +90,9 @@ class QueriesAsRows:
         """Returns the memory through which the numerator is written."""
         return hopper.blocked((hopper.ROWS, self.head_dim), jnp.float32)
 
-    def fetch_queries(self, refs: Any, scratch: Any) -> None:
+    def fetch_queries(self, ref: Any, scratch: Any) -> None:
         """Starts the copies of a head's queries."""
-        hopper.fetch_queries(refs["queries"], scratch)
+        hopper.fetch_queries(ref, scratch)
 
     def await_queries(self, scratch: Any) -> Any:
         """Returns what `attend` needs of the queries, after their arrival: their powers of two, if any."""

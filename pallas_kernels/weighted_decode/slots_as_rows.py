@@ -27,11 +27,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import hopper, hopper_bytes
-from pallas_kernels.hopper_bytes import LOW_PART
+from pallas_kernels.hopper_bytes import BYTE, LOW_PART
 from pallas_kernels.partials import MASK_VALUE, Partials
 
 MAX_QUERIES = 32  # of a KV head; more do not fit in registers
-BYTE = 127  # the largest byte
 # The scale of vectors of zeros, whose logits count nevertheless.
 _ZERO_SCALE = 2.0**-64
 _MASKED = MASK_VALUE * hopper.LOG2E
@@ -104,26 +103,19 @@ class SlotsAsRows:
     bounds_width = padded
 
     def query_inputs(self, queries: Float[Array, "B H R D"]) -> dict[str, Array]:
-        """Returns queries as bytes, and per query their scale and what packed keys add to each logit."""
-        x = jnp.pad(queries, ((0, 0), (0, 0), (0, self.padded - self.count), (0, 0))).astype(jnp.float32)
-        scale = jnp.max(jnp.abs(x), axis=3, keepdims=True) / BYTE
-        high, low = hopper_bytes.split_bytes(x / jnp.where(scale == 0, 1.0, scale))
-        scale = scale * (self.head_dim**-0.5 * hopper.LOG2E)
-        rounded = (high.astype(jnp.float32) + low.astype(jnp.float32) * (1 / LOW_PART)) * scale
-        # Low codes stand for 2 c - 15 and are multiplied as c; high ones for 2 (c - 8) + 1.
-        added = jnp.sum(rounded * jnp.where(jnp.arange(self.head_dim) < self.head_dim // 2, -15.0, 1.0), axis=3)
-        return {"queries": jnp.stack([high, low], 2), "query_scales": jnp.stack([scale[..., 0], added], 2)}
+        """Returns the queries, which programs split into bytes."""
+        return {"queries": queries}
 
     def stored_dtype(self, _dtype: Any) -> Any:
         """Returns int8, of which packed codes are bit patterns."""
         return jnp.int8
 
-    def output_shapes(self, batch: int, heads: int, splits: int) -> dict[str, Any]:
+    def output_shapes(self, batch: int, programs: int) -> dict[str, Any]:
         """Returns the shapes of a launch's partials."""
-        per_query = jax.ShapeDtypeStruct((batch, heads, splits, self.padded), jnp.float32)
+        per_query = jax.ShapeDtypeStruct((batch, programs, self.padded), jnp.float32)
         shapes = {"max": per_query, "denominator": per_query}
         if self.has_values:
-            shapes["numerator"] = jax.ShapeDtypeStruct((*per_query.shape[:3], self.head_dim, self.padded), jnp.float32)
+            shapes["numerator"] = jax.ShapeDtypeStruct((batch, programs, self.head_dim, self.padded), jnp.float32)
         return shapes
 
     def logits_shape(self, batch: int, heads: int, blocks: int) -> Any:
@@ -131,10 +123,10 @@ class SlotsAsRows:
         return jax.ShapeDtypeStruct((batch, heads, blocks * self.slots, self.padded), jnp.float32)
 
     def partials(self, max: Array, denominator: Array, numerator: Array | None) -> Partials:
-        """Returns the results of a launch as partials over its splits."""
+        """Returns the results of a launch as partials of its programs."""
         shape = (*max.shape, self.head_dim)
-        numerator = jnp.zeros(shape) if numerator is None else numerator.swapaxes(3, 4)
-        return jax.tree.map(lambda x: x[:, :, :, : self.count], Partials(max, numerator, denominator))
+        numerator = jnp.zeros(shape) if numerator is None else numerator.swapaxes(2, 3)
+        return jax.tree.map(lambda x: x[:, :, : self.count], Partials(max, numerator, denominator))
 
     def logits(self, x: Array) -> Array:
         """Returns logits by query and slot."""
@@ -153,7 +145,8 @@ class SlotsAsRows:
             "denominator": per_query,
             "queries": hopper.blocked((2, self.padded, self.head_dim), jnp.int8, halves),
             "query_scales": plgpu.SMEM((2, self.padded), jnp.float32),
-            "query_barrier": plgpu.Barrier(num_arrivals=3),
+            "unsplit_queries": plgpu.SMEM((self.padded, self.head_dim), jnp.bfloat16),
+            "query_barrier": plgpu.Barrier(),
         }
         if self.has_values:
             scratch["weights"] = hopper.blocked((2 * self.padded, self.slots), jnp.int8)
@@ -168,15 +161,19 @@ class SlotsAsRows:
         """Returns the memory through which the numerator is written."""
         return plgpu.SMEM((self.head_dim, self.padded), jnp.float32)
 
-    def fetch_queries(self, refs: Any, scratch: Any) -> None:
-        """Starts the copies of a head's queries."""
-        for part in range(2):
-            plgpu.copy_gmem_to_smem(refs["queries"].at[part], scratch["queries"].at[part], scratch["query_barrier"])
-        plgpu.copy_gmem_to_smem(refs["query_scales"], scratch["query_scales"], scratch["query_barrier"])
+    def fetch_queries(self, ref: Any, scratch: Any) -> None:
+        """Starts the copy of a head's queries."""
+        rows = scratch["unsplit_queries"].at[pl.ds(0, self.count)]
+        plgpu.copy_gmem_to_smem(ref, rows, scratch["query_barrier"])
 
     def await_queries(self, scratch: Any) -> Any:
-        """Returns scales and added logits of the queries."""
+        """Splits the queries into bytes, and returns their scales and what packed keys add to each logit."""
         plgpu.barrier_wait(scratch["query_barrier"])
+        hopper_bytes.quantize_queries(
+            scratch["queries"], scratch["query_scales"], scratch["unsplit_queries"],
+            self.head_dim**-0.5 * hopper.LOG2E, self.key_bits is not None, self.interpret,
+        )  # fmt: skip
+        plgpu.commit_smem()
         return [hopper.load(scratch["query_scales"].at[row], _PER_QUERY) for row in (0, 1)]
 
     def load_bounds(self, ref: Any) -> Any:

@@ -310,7 +310,7 @@ def test_the_kernel_reads_occupied_blocks_once(slots, head_dim, dtype, block):
     ids=["tpu", "gpu"],
 )
 def test_vmap_gives_one_kernel(attend, inputs):
-    grids = [("(1, 1, 2)", "'splits', 'heads', 'batch'")] if attend is run_gpu else []
+    grids = [("(1, 2)", "'programs', 'batch'")] if attend is run_gpu else []
     actual = helpers.run_without_loop(jax.vmap(attend), *helpers.stack(*inputs), grids=grids)
     for i in range(2):
         compare(helpers.pick(actual, i), *inputs[i])
@@ -540,11 +540,23 @@ def test_stores_of_bytes_share_a_gpu_launch():
     assert helpers.compare_partials(actual, expected(queries, *stores), 2e-4).all()
 
 
+@helpers.gpu_kernel
+@pytest.mark.parametrize("splits", [2, None])
+def test_parts_with_other_numbers_of_heads_share_a_gpu_launch(splits):
+    parts = [make_bytes(seed=seed, batch=2, heads=heads, slots=slots, head_dim=64)
+             for seed, (heads, slots) in enumerate([(3, 136), (1, 520)])]  # fmt: skip
+    config = GpuConfig(stages=2, splits=splits)
+    traced = jax.jit(functools.partial(weighted_decode_many, config=config, **helpers.GPU)).trace(parts)
+    assert count_gpu_launches(traced.jaxpr) == 1
+    for actual, (queries, entries) in zip(traced.lower().compile()(parts), parts, strict=True):
+        compare(actual, queries, entries, 2e-4)
+
+
 @pytest.mark.gpu_interpreter
 def test_the_gpu_kernel_reads_occupied_blocks_of_bytes_once():
     queries, entries = make_bytes(batch=1, heads=1, slots=768, head_dim=128, stop=[512])
     entries = dataclasses.replace(entries, log_num=None)
-    least = 512 * (2 * 128 + 4) + 8 * 128 * 2 + 4 * 8 * (128 + 4)
+    least = 512 * (2 * 128 + 4) + queries.nbytes + 4 * 8 * (128 + 2)
     traffic.check(traffic.copied_for_gpu(run_gpu, queries, entries), least)
 
 
