@@ -254,9 +254,15 @@ def _place_heads(
     if segment.kv_heads is None:
         return partials
     heads = _query_heads(queries, segment.kv_heads, kv_heads)
-    if isinstance(heads, jax.Array):  # a gather, which XLA fuses with the merge; it does not fuse a scatter
-        is_head = heads == jnp.arange(queries.shape[2])[:, None]
-        source, holds = jnp.argmax(is_head, axis=1), jnp.any(is_head, axis=1)
+    if isinstance(segment.kv_heads, jax.Array):
+        # A gather, which XLA fuses with the merge; it does not fuse a scatter. Its indices are elementwise, because a
+        # reduction, such as a search of each head, would be a kernel launch.
+        group = queries.shape[2] // kv_heads
+        head, within = jnp.divmod(np.arange(queries.shape[2]), group)
+        source, holds = jnp.zeros(len(head), jnp.int32), jnp.zeros(len(head), bool)
+        for number in range(segment.keys.shape[1]):
+            is_head = segment.kv_heads[number] == head
+            source, holds = jnp.where(is_head, number * group + within, source), holds | is_head
 
     def place(x: Array, empty: float) -> Array:
         if isinstance(heads, jax.Array):

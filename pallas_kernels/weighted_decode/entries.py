@@ -127,7 +127,7 @@ class Ranges(NamedTuple):
 
     Attributes:
         start: First slot per sequence, or per query, int32.
-        stop: Exclusive end, int32, at most S.
+        stop: Exclusive end, int32, which may exceed S.
         lowest: First slot that any query of a sequence reads.
         highest: Exclusive end of the slots that any query of a sequence reads.
     """
@@ -139,10 +139,9 @@ class Ranges(NamedTuple):
 
 
 def read_ranges(entries: Entries) -> Ranges:
-    """Returns the ranges of slots of `entries` that queries read, clipped to the existing slots."""
+    """Returns the ranges of slots of `entries` that queries read, not clipped to the existing slots."""
     batch, _, slots, _ = entries.keys.shape
     start = jnp.zeros(batch, jnp.int32) if entries.start is None else entries.start.astype(jnp.int32)
     stop = jnp.full(batch, slots, jnp.int32) if entries.stop is None else entries.stop.astype(jnp.int32)
-    stop = jnp.minimum(stop, slots)
     lowest = start if start.ndim == 1 else jnp.min(start, axis=1)
     return Ranges(start, stop, lowest, stop if stop.ndim == 1 else jnp.max(stop, axis=1))

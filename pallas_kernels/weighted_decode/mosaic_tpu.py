@@ -167,10 +167,11 @@ class _BlockedStore(NamedTuple):
     def create(cls, entries: Entries, number: int, block: int, splits: int, first_step: int) -> "_BlockedStore":
         blocks = pl.cdiv(entries.slots, block)
         ranges = read_ranges(entries)
+        highest = jnp.minimum(ranges.highest, entries.slots)
         # One block is always fetched: an empty range refers to an existing block.
         first = jnp.clip(ranges.lowest // block, 0, blocks - 1)
-        last = jnp.clip((ranges.highest - 1) // block, first, blocks - 1)
-        block_ranges = first, last, ranges.lowest, ranges.highest
+        last = jnp.clip((highest - 1) // block, first, blocks - 1)
+        block_ranges = first, last, ranges.lowest, highest
         return cls(entries, number, block, pl.cdiv(blocks, splits), first_step, ranges, block_ranges)
 
     def is_slots_minor(self, name: str) -> bool:
