@@ -2,7 +2,7 @@
 
     PYTHONPATH=models python3 -m experiments.device --seconds 470 --output_dir OUT
     python3 -m experiments.device --quick true --output_dir OUT          # small sizes, on any machine
-    python3 -m experiments.device --step decode_128k --step throughput --seconds 200 --output_dir OUT
+    python3 -m experiments.device --step decode_128k --step rows_32k --seconds 400 --output_dir OUT
 
 It needs no network, no installation and no make; PYTHONPATH must contain `models`. Every step is a process with a time
 limit. Each row is on disk at once, and a step that fails or exceeds its limit does not stop the others. OUT gets
@@ -32,9 +32,7 @@ MIN_SECONDS = 10.0  # a step is not started if less time remains
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 SHAPE = ("--shape", "llama-3.1-8b", "--dtype", "bfloat16")
 QUICK_SHAPE = ("--shape", "small", "--layers", "1", "--dtype", "float32")
-SELECTION = "kvzip:alpha_safeguard=0"  # KVzip's scores with one budget for all heads of a layer
-NO_GPU_FOR_JAX = {"JAX_PLATFORMS": "cpu"}
-SYSTEMS = ("snapkv@25%", "chelsea@25%", "balancekv@25%", "clusterkv@12.5%", "subgen@25%")
+SYSTEMS = ("auto@25%", "auto@12.5%", "chelsea@12.5%", "balancekv@12.5%", "clusterkv@12.5%")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,38 +91,28 @@ def speed_step(
 
 def steps(quick: bool = False) -> list[Step]:
     """Returns all steps, the most important ones first."""
-    tests = ("-m", "gpu_kernel", "tests/pallas_kernels", "-p", "experiments.common.pytest_rows")
+    tests = ("-m", "gpu_kernel", "tests/pallas_kernels/test_weighted_decode.py", "-p", "experiments.common.pytest_rows")
     plan = [
-        Step("probe", "experiments.probe", (), 40),
         Step("tests", "pytest", (*tests, "-n", "12", "--timeout=60"), 90, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
-        speed_step("decode_32k", 160, "32768", *SYSTEMS),
-        Step("transformers", "experiments.transformers_speed", (*SHAPE, "--context_tokens", "32768"), 70,
-             NO_GPU_FOR_JAX),
-        Step("kernels", "pallas_kernels.benchmark_all", (), 120),
-        speed_step("decode_128k", 180, "131072", *SYSTEMS[:4]),
-        speed_step("rows_32k", 70, "32768", "snapkv@25%", flags=("--batch", "8")),
-        speed_step("narrow_32k", 90, "32768", "exact", f"{SELECTION}@25%", formats=("int8", "int4")),
-        speed_step("equal_memory", 90, "32768", "snapkv@25%", flags=("--batch", "4", "--equal_memory", "true")),
-        Step("transformers_128k", "experiments.transformers_speed", (*SHAPE, "--context_tokens", "131072"), 70,
-             NO_GPU_FOR_JAX),
-        speed_step("throughput", 60, "8192", "snapkv@25%",
+        Step("kernels", "pallas_kernels.benchmark_all", ("--op", "weighted_decode"), 120),
+        speed_step("decode_128k", 260, "131072", *SYSTEMS),
+        speed_step("formats_128k", 100, "131072", "exact", formats=("int8", "int4")),
+        speed_step("rows_32k", 90, "32768", "auto@25%", flags=("--batch", "8")),
+        speed_step("subgen_128k", 120, "131072", "subgen@12.5%"),
+        speed_step("equal_memory", 90, "32768", "auto@25%", flags=("--batch", "4", "--equal_memory", "true")),
+        speed_step("throughput", 60, "8192", "auto@25%",
                    flags=("--measure", "throughput", "--full_rows", "4", "--answer_tokens", "64")),
-        speed_step("full_without_graphs", 40, "32768", "exact", XLA_FLAGS="--xla_gpu_enable_command_buffer="),
-        speed_step("full_without_triton", 40, "32768", "exact", XLA_FLAGS="--xla_gpu_enable_triton_gemm=false"),
     ]  # fmt: skip
-    return [_quick(step) for step in plan if not step.name.startswith("full_")] if quick else plan
+    return [_quick(step) for step in plan] if quick else plan
 
 
 def _quick(step: Step) -> Step:
     """Returns a step with small sizes and one policy, for any machine."""
     if step.module == "pytest":
         keep = "test_the_gpu_kernel and (nothing or one or bfloat16)"
-        flags = ("-k", keep, "-p", "experiments.common.pytest_rows", "tests/pallas_kernels/test_weighted_decode.py")
-        return step._replace(flags=flags)
+        return step._replace(flags=("-k", keep, *step.flags[2:5]))
     if step.module.startswith("pallas_kernels"):
-        return step._replace(flags=("--quick", "--op", "weighted_decode"))
-    if step.module == "experiments.probe":
-        return step
+        return step._replace(flags=("--quick", *step.flags))
     sizes = {"32768": "512", "131072": "768", "8192": "512", "64": "4", "128": "4"}
     omitted = {*SHAPE, *SYSTEMS[1:], "int4"}
     return step._replace(flags=(*QUICK_SHAPE, *(sizes.get(flag, flag) for flag in step.flags if flag not in omitted)))
@@ -209,7 +197,6 @@ def read_rows(results: pathlib.Path) -> list[dict[str, Any]]:
 
 # The columns of each table: the rows that it shows, and its columns.
 TABLES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "Device": ("probe", ("property", "values")),
     "Tests": ("tests", ("passed", "failed", "skipped", "seconds")),
     "Failed tests": ("test", ("test", "problem")),
     "Limits": (
