@@ -236,7 +236,7 @@ def choose_stages(
         NotImplementedError: If a program does not fit.
     """
     for programs in range(max_programs, 0, -1):
-        numbers = (4, 3, 2, 1) if programs <= 2 else (3, 2)
+        numbers = (4, 3, 2, 1) if programs <= 2 else (2,)
         for number in numbers if stages is None else (stages,):
             if programs * (_scratch_bytes(scratch_of(number)) + _RESERVED_BYTES) <= _SHARED_BYTES:
                 return number, programs * _multiprocessors()

@@ -271,7 +271,7 @@ class Block(NamedTuple):
         first_slot: The index of the block's first slot.
         lowest: First slot that the program reads.
         highest: Exclusive end of the slots that it reads.
-        fetch_next: Starts the copies of the block that takes this one's memory: of the arrays named, or of all.
+        fetch_next: Starts the copies of the block that takes this one's memory, of a list of arrays, or of all.
     """
 
     scratch: Any
@@ -317,8 +317,8 @@ def _program(form: Any, store: _Store, refs, scratch, launch_program, program, s
     begin = first + split * per_split
     steps = jnp.clip(blocks - split * per_split, 0, per_split)
 
-    def fetch(step, *fetched):
-        """Starts the copies of a step's blocks."""
+    def fetch(step, fetched=names):
+        """Starts the copies of a step's blocks of the arrays `fetched`."""
 
         @pl.when(step < steps)
         def _():
@@ -327,9 +327,7 @@ def _program(form: Any, store: _Store, refs, scratch, launch_program, program, s
             slots = pl.ds(first_slot, form.slots)
             # A block that exceeds a head's last slot contains the next head's first slots, which are masked.
             rows = pl.ds(head * entries.slots + first_slot, form.slots)
-            for name in names:
-                if fetched and name not in fetched:
-                    continue
+            for name in fetched:
                 barrier = scratch["value_barrier"] if name == "values" else key_barrier
                 source = refs[name].at[batch, head, slots] if name in PER_SLOT else refs[name].at[batch, rows]
                 plgpu.copy_gmem_to_smem(source, rings[name].at[stage], barrier.at[stage])

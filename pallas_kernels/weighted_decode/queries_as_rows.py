@@ -122,7 +122,7 @@ class QueriesAsRows:
         # Blocks that the matrix unit reads directly are free for the next fetch after their product; blocks that are
         # converted or loaded are free once those reads are committed.
         if operands.is_direct:
-            block.fetch_next("keys")
+            block.fetch_next(["keys"])
         if block.queries is not None:
             scores = scores * hopper.broadcast_rows(block.queries, shape)
 
@@ -158,14 +158,15 @@ class QueriesAsRows:
             plgpu.barrier_wait(block.value_barrier)
             values = hopper.as_operands(block.values, scratch.get("operands"), operands, self.value_bits)
         plgpu.commit_smem()
-        block.fetch_next(*([] if operands.is_direct else ["keys", "values"]), *block.per_slot)
+        stored = ["keys"] if block.values is None else ["keys", "values"]
+        block.fetch_next([*([] if operands.is_direct else stored), *block.per_slot])
         if "logits" in scratch:
             plgpu.copy_smem_to_gmem(scratch["logits"].at[pl.ds(0, self.padded)], block.logits)
         numerator = before.numerator
         if block.values is not None:
             numerator = hopper.add_values(numerator, rescale, scratch["weights"], values, operands, powers)
             if operands.is_direct:
-                block.fetch_next("values")
+                block.fetch_next(["values"])
         return hopper.RunningPartials(maximum, denominator, numerator)
 
     def write(self, partials: Any, scratch: Any, refs: Any, index: Any, staging: Any | None) -> None:

@@ -93,7 +93,6 @@ class SlotsAsRows:
     interpret: Any
 
     slots = hopper_bytes.SLOTS
-    max_programs = 3
 
     @property
     def padded(self) -> int:
@@ -101,6 +100,11 @@ class SlotsAsRows:
         return -(-self.count // 8) * 8
 
     bounds_width = padded
+
+    @property
+    def max_programs(self) -> int:
+        """The most programs that share a multiprocessor; more queries take more registers."""
+        return 3 if self.padded == 8 else 2
 
     def query_inputs(self, queries: Float[Array, "B H R D"]) -> dict[str, Array]:
         """Returns the queries, which programs split into bytes."""

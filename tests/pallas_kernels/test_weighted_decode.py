@@ -319,6 +319,8 @@ def test_vmap_gives_one_kernel(attend, inputs):
 # The interpreter takes two seconds per case, so each case tests several things.
 GPU_CASES = {
     "bfloat16": {"dtype": "bfloat16", "head_dim": 128, "fields": ("log_num",), "queries": 8},
+    "no log-weights": {"dtype": "bfloat16"},
+    "no log-weights, converted": {"dtype": "float16", "feeds": "denominator"},
     "float16": {"dtype": "float16", "head_dim": 80, "fields": ("log_num",), "queries": 5},
     "float32": {"head_dim": 96, "slots": 104, "fields": ("log_num", "log_den")},
     "int8": {"dtype": "int8", "head_dim": 128, "fields": ("key_scale", "value_scale", "log_num")},
