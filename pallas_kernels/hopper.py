@@ -628,7 +628,8 @@ def launch(
     options |= {"grid": tuple(grid.values()), "grid_names": tuple(grid), "interpret": interpret}
     compiler_params = plgpu.CompilerParams(approx_math=approx_math)
     call = plgpu.kernel(kernel, out_type=outputs, scratch_types=scratch, compiler_params=compiler_params, **options)
-    return call(*inputs)
+    # XLA would fuse slices that produce inputs with the kernel, and such a fusion interrupts the CUDA graph of a program.
+    return call(*lax.optimization_barrier(tuple(inputs)))
 
 
 def _multiprocessors() -> int:
