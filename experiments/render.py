@@ -270,7 +270,10 @@ def systems_table(_: str, results: Results) -> str:
     gpu = {
         row["setting"].partition(" @ ")[0]: row
         for row in device.read_rows(RESULTS / "h200.jsonl")
-        if row.get("measure") == "latency" and row["context_tokens"] == 131072 and row["rows"] == 1
+        if row.get("measure") == "latency"
+        and row["context_tokens"] == 131072
+        and row["rows"] == 1
+        and row["setting"].partition(" @ ")[2] in ("", "25%")
     }
     columns = ["", f"cache of {MODELS[FRONT[0]]}", "as published", "with profile"]
     columns += [f"{MODELS[model]}, with profile" for model in shown]
@@ -487,12 +490,15 @@ def figures_table(argument: str, results: Results) -> str:
 
 
 def device_table(argument: str, results: Results) -> str:
-    """Returns a table of rows of `experiments.device`: `TITLE of FILE: COLUMN,COLUMN`."""
+    """Returns a table of rows of `experiments.device`: `TITLE of FILE where FIELD=VALUE: COLUMN,COLUMN`."""
     title, _, rest = argument.partition(" of ")
-    file, _, columns = rest.partition(": ")
+    rest, _, columns = rest.partition(": ")
+    file, _, condition = rest.partition(" where ")
+    field, _, wanted = condition.partition("=")
     rows = [
         {key: value[0] if isinstance(value, list) else value for key, value in row.items()}
         for row in device.read_rows(RESULTS / file)
+        if not condition or row.get(field) == wanted
     ]
     return device.table(title, rows, columns.split(","))
 

@@ -628,7 +628,7 @@ def launch(
     options |= {"grid": tuple(grid.values()), "grid_names": tuple(grid), "interpret": interpret}
     compiler_params = plgpu.CompilerParams(approx_math=approx_math)
     call = plgpu.kernel(kernel, out_type=outputs, scratch_types=scratch, compiler_params=compiler_params, **options)
-    # XLA would fuse slices that produce inputs with the kernel, and such a fusion interrupts the CUDA graph of a program.
+    # XLA would fuse slices that produce inputs with the kernel, and such a fusion interrupts a program's CUDA graph.
     return call(*lax.optimization_barrier(tuple(inputs)))
 
 

@@ -284,13 +284,13 @@ class _Builder:
 
     def transpose_bytes(self, words: Sequence[Any]) -> list[Any]:
         """Returns the columns of the 4 x 4 bytes whose rows are `words`."""
-        pairs = [(self.permute(*two, 0x5140), self.permute(*two, 0x7362)) for two in (words[:2], words[2:])]
+        pairs = [(self.permute(a, b, 0x5140), self.permute(a, b, 0x7362)) for a, b in (words[:2], words[2:])]
         halves = zip(*pairs, strict=True)
         return [self.permute(low, high, selector) for low, high in halves for selector in (0x5410, 0x7632)]
 
     def lowest_bytes(self, words: Sequence[Any]) -> Any:
         """Returns a word of the lowest bytes of four words."""
-        first, second = (self.permute(*two, 0x0040) for two in (words[:2], words[2:]))
+        first, second = (self.permute(a, b, 0x0040) for a, b in (words[:2], words[2:]))
         return self.permute(first, second, 0x5410)
 
     def constant(self, x: float) -> Any:

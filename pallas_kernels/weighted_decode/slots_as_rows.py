@@ -295,10 +295,8 @@ class SlotsAsRows:
         """
         scratch, shape = block.scratch, num_scores.shape
         by_query, by_slot = _broadcast(shape, 1), _broadcast(shape, 0)
-        sign, size = BYTE, None
-        if scale is not None:
-            size = jnp.where(scale == 0, _ZERO_SCALE, jnp.abs(scale))
-            sign = jnp.where(scale == 0, 0.0, jnp.where(scale < 0, -float(BYTE), float(BYTE)))
+        size = None if scale is None else jnp.where(scale == 0, _ZERO_SCALE, jnp.abs(scale))
+        if size is not None:
             num_scores = num_scores + by_slot(jnp.log2(size))
         block_max = num_scores.max(axis=0)
         maximum = jnp.maximum(before.max, block_max)
@@ -310,7 +308,7 @@ class SlotsAsRows:
         else:
             added = weights if size is None else weights * by_slot(1 / size)
             after = after._replace(denominator=before.denominator * by_query(rescale) + added * by_query(block_factor))
-        weights = weights * (sign if size is None else by_slot(sign))
+        weights = weights * float(BYTE) if scale is None else weights * by_slot(jnp.sign(scale) * float(BYTE))
         if before.total is not None:
             total = weights * by_query(block_factor * (1 / BYTE))
             after = after._replace(total=before.total * by_query(rescale) + total)
@@ -330,7 +328,7 @@ class SlotsAsRows:
 
             products = pl.run_scoped(accumulate, plgpu.ACC((self.head_dim, 2 * self.padded), jnp.int32))
             by_column = _broadcast(products.shape, 1)
-            earlier = before.numerator * by_column(rescale)
+            earlier = jnp.asarray(before.numerator) * by_column(rescale)
             return after._replace(numerator=earlier + products * by_column(block_factor * (1 / BYTE)))
 
         return after, add_values
@@ -354,9 +352,8 @@ class SlotsAsRows:
                 numerator = numerator * by_column(jnp.exp2(partials.max - maximum))
             staging[...] = numerator
         plgpu.commit_smem()
-        names = ["max", "denominator"] if staging is None else ["max", "denominator", "numerator"]
-        for name in names:
-            source = staging if name == "numerator" else scratch[name]
+        results = {name: scratch[name] for name in ("max", "denominator")}
+        for name, source in (results if staging is None else results | {"numerator": staging}).items():
             plgpu.copy_smem_to_gmem(source, refs[name].at[index])
         plgpu.wait_smem_to_gmem(0)
 
