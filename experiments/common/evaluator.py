@@ -114,7 +114,10 @@ class Evaluator:
         possible = {}
         for setting in settings:
             try:
-                possible[setting] = self._sizes(unit, setting)
+                cache, generator = self._sizes(unit, setting)
+                if generator.is_short:
+                    raise ValueError(f"budget={setting.budget} is less than the smallest cache of the policy")
+                possible[setting] = cache, generator
             except ValueError as error:
                 rows.append(self._rows(unit, setting, error=str(error)))
         return possible
