@@ -16,7 +16,7 @@ from kvjax.cache import Cache, init, layer_policy, read_bytes
 from kvjax.messages import format_bytes as format_bytes
 from kvjax.messages import shorten
 from kvjax.policy import Policy
-from kvjax.spec import TILE, CacheSpec, round_to_tiles
+from kvjax.spec import TILE, CacheSpec, allocated_slots, round_to_tiles
 from kvjax.state import cache_bytes
 
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -60,7 +60,7 @@ class Budget:
         Raises:
             ValueError: if the text is not a budget.
         """
-        match = re.fullmatch(rf"(\d{{1,15}}(?:\.\d{{1,15}})?) ?(%|slots?|{'|'.join(_UNITS)})", text.strip())
+        match = re.fullmatch(rf"([0-9]{{1,15}}(?:\.[0-9]{{1,15}})?) ?(%|slots?|{'|'.join(_UNITS)})", text.strip())
         number, unit = match.groups() if match is not None else ("", "")
         is_slots = unit.startswith("slot")
         if match is None or (is_slots and not number.isdecimal()):
@@ -150,9 +150,9 @@ class Budget:
 
 def _describe_readings(text: str) -> str:
     """Describes what a text that is no budget may mean."""
-    if re.fullmatch(r"0?\.\d+|1\.0+", text) and float(text) > 0:
+    if re.fullmatch(r"0?\.[0-9]+|1\.0+", text) and float(text) > 0:
         return f"is a fraction; pass '{100 * float(text):g}%'"
-    if re.fullmatch(r"\d{1,15}(\.\d+)?", text) is None:
+    if re.fullmatch(r"[0-9]{1,15}(\.[0-9]+)?", text) is None:
         return f"is not a budget; pass {_FORMS}"
     readings = [f"'{text}%' for a share of the full cache"] if 0 < float(text) <= 100 else []
     readings += [f"'{text} slots' for slots per KV head (an integer in Python)"] if text.isdecimal() else []
@@ -268,25 +268,32 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
     return make(max(min(round_to_tiles(low), -(-spec.capacity // TILE) * TILE), smallest))
 
 
-def fit_share(make: Callable[[int], Policy], spec: CacheSpec, limit: int, full: Policy) -> Policy:
-    """Returns the policy of `fit_bytes`, or the smallest cache that works if that takes more than the limit.
+def fit_share(make: Callable[[int], Policy], spec: CacheSpec, budget: Budget, tokens: int, full: Policy) -> Policy:
+    """Returns the policy that fills a share of the bytes of a full cache, also of a short text.
+
+    Some bytes do not grow with the text, such as those of the staging buffer, and policies have a smallest budget. A
+    text is short if these exceed the share.
 
     Args:
         make: as for `fit_bytes`.
         spec: as for `fit_bytes`.
-        limit: as for `fit_bytes`.
+        budget: a budget that is a fraction.
+        tokens: tokens of the full cache.
         full: a policy that keeps every token.
 
     Returns:
-        The policy. If even its smallest budget exceeds the limit, that one, or `full` if it takes no more bytes.
+        The policy of `fit_bytes`. For a short text, the smallest one that has slots for the share of the tokens, or
+        `full` if that takes no more bytes.
 
     Raises:
         ValueError: if no budget is accepted, with the reason for the smallest one tried.
     """
-    smallest = make(_Sizes(make, spec).smallest(max(limit, LARGE_BUDGET)))
-    if limited_bytes(smallest, spec) <= limit:
+    limit = budget.limit(spec, tokens)
+    smallest = _Sizes(make, spec).smallest(max(limit, LARGE_BUDGET))
+    if limited_bytes(make(smallest), spec) <= limit:
         return fit_bytes(make, spec, limit)
-    return full if limited_bytes(full, spec) <= limited_bytes(smallest, spec) else smallest
+    policy = make(max(smallest, allocated_slots(math.ceil(budget.share(spec, tokens) * tokens))))
+    return full if limited_bytes(full, spec) <= limited_bytes(policy, spec) else policy
 
 
 def limited_bytes(policy: Policy, spec: CacheSpec) -> float:

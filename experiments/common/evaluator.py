@@ -114,11 +114,10 @@ class Evaluator:
         possible = {}
         for setting in settings:
             try:
-                cache, generator = self._sizes(unit, setting)
-                if generator.is_short:
-                    raise ValueError(f"budget={setting.budget} is less than the smallest cache of the policy")
-                possible[setting] = cache, generator
+                possible[setting] = self._sizes(unit, setting)
+                setting.check(possible[setting][1])
             except ValueError as error:
+                possible.pop(setting, None)
                 rows.append(self._rows(unit, setting, error=str(error)))
         return possible
 
@@ -244,7 +243,7 @@ class Evaluator:
                 model=self.model,
                 task=self.task.name,
                 policy=setting.policy,
-                budget=setting.budget,
+                budget=setting.label,
                 kv_dtype=setting.kv_dtype,
                 question="seen" if self.question_seen else "unseen",
                 tokens=self.tokens,

@@ -286,7 +286,7 @@ def test_units_are_documents_or_entire_prompts(llm):
 
 
 def test_policies_and_budgets_are_combined():
-    settings = caches.parse_settings(("exact", "snapkv", "uniform@64"), ("25%", "50%"), ("none", "int8,int4"))
+    settings = caches.parse_settings(("exact", "snapkv", "uniform@64 slots"), ("25%", "50%"), ("none", "int8,int4"))
     assert list(map(str, settings)) == [
         "exact", "exact, int8,int4", "snapkv @ 25%", "snapkv @ 25%, int8,int4", "snapkv @ 50%",
         "snapkv @ 50%, int8,int4", "uniform @ 64", "uniform @ 64, int8,int4",

@@ -86,7 +86,7 @@ def test_generate_asks_a_saved_document(kvjax, answer, tmp_path):
     with pytest.raises(SystemExit, match="already has saves of step 0"):
         kvjax("generate", MODEL, "--prompt=another text", f"--save_document={document}")
     with pytest.raises(SystemExit, match=r"--policy is that of the saved document, cache\(policy='exact'\)"):
-        kvjax("generate", MODEL, f"--document={document}", "--prompt=x", "--policy=streaming_llm@64")
+        kvjax("generate", MODEL, f"--document={document}", "--prompt=x", "--policy=streaming_llm@64 slots")
     questions = [f"--prompt_file={question}"] * 2
     output = kvjax("generate", MODEL, f"--document={document}", *questions, "--max_new_tokens=8").out
     answers = output.split(f"== {question}\n")[1:]
@@ -156,13 +156,13 @@ def test_invalid_lines_are_refused(kvjax, tmp_path, line, message):
 def test_bench_compares_with_the_full_cache(kvjax):
     output = kvjax(
         "bench", MODEL, "--context_tokens=300", "--tokens=4", "--turns=2", "--policy=uniform:recent=16",
-        "--policy=streaming_llm@96", "--budget=100%",
+        "--policy=streaming_llm@96 slots", "--budget=100%",
     ).out  # fmt: skip
     head, columns, *lines = output.splitlines()
     assert head == "300 tokens, batch 1" and columns.split()[:2] == ["policy", "cache"]
     shares = {line.split()[0]: float(line.split()[3].strip("%")) for line in lines}
-    assert list(shares) == ["exact", "uniform:recent=16@100%", "streaming_llm@96"]
-    assert shares["streaming_llm@96"] < shares["uniform:recent=16@100%"] <= 100 < shares["exact"]  # float32
+    assert list(shares) == ["exact", "uniform:recent=16@100%", "streaming_llm@96 slots"]
+    assert shares["streaming_llm@96 slots"] < shares["uniform:recent=16@100%"] <= 100 < shares["exact"]  # float32
 
 
 @pytest.mark.parametrize("word", ["--version", "--help", "models", "policies"])
@@ -217,7 +217,7 @@ def test_policies_lists_all_policies_and_settings(kvjax):
         (("generate", MODEL, "--prompts_file=x"), "kvjax: --prompts_file and --output require each other"),
         (("generate", MODEL, "--prompts_file=x", "--output=y", "--prompt=z"), "cannot be combined with --prompt"),
         (("generate", MODEL, "--prompt=x", "--budget=50%"), "--budget=50% has no effect on --policy=exact, which"),
-        (("bench", MODEL, "--policy=uniform@64", "--budget=50%"), "--policy=uniform@64 has a budget; remove it"),
+        (("bench", MODEL, "--policy=uniform@64 slots", "--budget=50%"), "--policy=uniform@64 has a budget; remove it"),
         (("download", "no_such"), "kvjax: model 'no_such' is unknown; choose one of smollm2-135m, gemma-3-270m"),
         (("chat", MODEL), "kvjax: this checkpoint has no chat template"),
         (("policies", "no_such"), "kvjax: policy 'no_such' is unknown; choose auto or one of attention_matching"),
@@ -310,7 +310,7 @@ def test_invalid_arguments_are_refused(args, message, capsys):
 
 def test_flags_may_have_hyphens(kvjax, tmp_path):
     (tmp_path / "prompt-file").write_text("Read the record.")
-    args = ("generate", MODEL, "--max-new-tokens=2", "--policy=uniform:recent=1@64")
+    args = ("generate", MODEL, "--max-new-tokens=2", "--policy=uniform:recent=1@64 slots")
     expected = kvjax(*args, "--prompt-file", str(tmp_path / "prompt-file")).out
     assert kvjax(*args, f"--prompt-file={tmp_path / 'prompt-file'}").out == expected
     options = cli.parse(["kvjax", "generate", "--prompt=--a-b", "--save-every=3"]).command

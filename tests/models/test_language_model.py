@@ -33,7 +33,7 @@ def test_text_equals_the_generators_tokens(llm):
         prompts, options = [llm.tokenizer.encode(text)], {"seed": seed, "eos": llm.tokenizer.eos_ids}
         [row], _ = generate(llm.model, policy, prompts, max_new_tokens=12, **options)
         expected.append(llm.tokenizer.decode(row))
-    for arguments in ((policy,), ("uniform:recent=32", 128), ("uniform:recent=32@128",)):
+    for arguments in ((policy,), ("uniform:recent=32", 128), ("uniform:recent=32@128 slots",)):
         assert llm.generate([TEXT, TEXT[9:]], *arguments, max_new_tokens=12) == expected
 
 
