@@ -16,7 +16,7 @@ from kvjax.cache import Cache, init, layer_policy, read_bytes
 from kvjax.messages import format_bytes as format_bytes
 from kvjax.messages import shorten
 from kvjax.policy import Policy
-from kvjax.spec import TILE, CacheSpec, allocated_slots, round_to_tiles
+from kvjax.spec import TILE, CacheSpec, round_to_tiles
 from kvjax.state import cache_bytes
 
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -268,7 +268,7 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
     return make(max(min(round_to_tiles(low), -(-spec.capacity // TILE) * TILE), smallest))
 
 
-def fit_share(make: Callable[[int], Policy], spec: CacheSpec, budget: Budget, tokens: int, full: Policy) -> Policy:
+def fit_share(make: Callable[[int], Policy], spec: CacheSpec, limit: int, full: Policy) -> Policy:
     """Returns the policy that fills a share of the bytes of a full cache, also of a short text.
 
     Some bytes do not grow with the text, such as those of the staging buffer, and policies have a smallest budget. A
@@ -277,23 +277,24 @@ def fit_share(make: Callable[[int], Policy], spec: CacheSpec, budget: Budget, to
     Args:
         make: as for `fit_bytes`.
         spec: as for `fit_bytes`.
-        budget: a budget that is a fraction.
-        tokens: tokens of the full cache.
+        limit: as for `fit_bytes`.
         full: a policy that keeps every token.
 
     Returns:
-        The policy of `fit_bytes`. For a short text, the smallest one that has slots for the share of the tokens, or
-        `full` if that takes no more bytes.
+        The policy of `fit_bytes`. For a short text, the one with the multiple of `TILE` slots above its smallest
+        budget, or `full` if that takes no more bytes.
 
     Raises:
         ValueError: if no budget is accepted, with the reason for the smallest one tried.
     """
-    limit = budget.limit(spec, tokens)
     smallest = _Sizes(make, spec).smallest(max(limit, LARGE_BUDGET))
-    if limited_bytes(make(smallest), spec) <= limit:
+    policy = make(
+        (smallest // TILE + 1) * TILE
+    )  # more than sinks and recent tokens, which some policies may consist of
+    held = limited_bytes(policy, spec)
+    if held <= limit:
         return fit_bytes(make, spec, limit)
-    policy = make(max(smallest, allocated_slots(math.ceil(budget.share(spec, tokens) * tokens))))
-    return full if limited_bytes(full, spec) <= limited_bytes(policy, spec) else policy
+    return full if limited_bytes(full, spec) <= held else policy
 
 
 def limited_bytes(policy: Policy, spec: CacheSpec) -> float:

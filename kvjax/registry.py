@@ -301,9 +301,10 @@ def _fit(make: Callable[..., Policy], budget: Budget, spec: CacheSpec, tokens: i
     if budget.slots is not None:
         return make(budget.slots)
     try:
+        limit = budget.limit(spec, tokens)
         if allow_smallest and budget.fraction is not None:
-            return fit_share(make, spec, budget, tokens, full=Exact(TILE))
-        return fit_bytes(make, spec, budget.limit(spec, tokens))
+            return fit_share(make, spec, limit, full=Exact(TILE))
+        return fit_bytes(make, spec, limit)
     except ValueError as error:
         raise ValueError(f"budget={budget} of {tokens} tokens: {error}") from error
 

@@ -74,7 +74,7 @@ def _cut(message: str) -> str:
     return message if len(message) <= _MAX_MESSAGE else f"{message[:half]} ... {message[-half:]}"
 
 
-def _print_warning(message: Warning | str, *_: Any) -> None:
+def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     """Prints a warning as one line, without the code that gave it."""
     write_status(f"kvjax: {message}")
 
