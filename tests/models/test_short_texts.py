@@ -59,7 +59,9 @@ def test_a_share_of_a_short_text_holds_the_smallest_cache(name, tokens, share):
     assert held <= limited_bytes(full, spec)
     if policy != full:
         assert policy.budget % TILE == 0
-        with pytest.raises(ValueError, match="budget|slots|limit|recent"):  # no smaller one has a slot to choose tokens for
+        with pytest.raises(
+            ValueError, match="budget|slots|limit|recent"
+        ):  # no smaller one has a slot to choose tokens for
             limited_bytes(make(policy.budget - TILE - 1), spec)
 
 
