@@ -149,7 +149,7 @@ class Budget:
 
 
 def _describe_readings(text: str) -> str:
-    """Describes what a text that is no budget may mean."""
+    """Describes the budgets that an invalid text may stand for."""
     if re.fullmatch(r"0?\.[0-9]+|1\.0+", text) and float(text) > 0:
         return f"is a fraction; pass '{100 * float(text):g}%'"
     if re.fullmatch(r"[0-9]{1,15}(\.[0-9]+)?", text) is None:
@@ -271,8 +271,8 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
 def fit_share(make: Callable[[int], Policy], spec: CacheSpec, limit: int, full: Policy) -> Policy:
     """Returns the policy that fills a share of the bytes of a full cache, also of a short text.
 
-    Some bytes do not grow with the text, such as those of the staging buffer, and policies have a smallest budget. A
-    text is short if these exceed the share.
+    Some buffers do not grow with the text, such as the staging buffer, and policies have a smallest budget. A text is
+    short if their bytes exceed the share.
 
     Args:
         make: as for `fit_bytes`.

@@ -134,7 +134,7 @@ def test_heads_of_a_profile_have_the_format_of_auto(model, policy, budget, expec
 
 @pytest.mark.parametrize("tokens", [997, 1001, 1003])
 def test_a_share_decides_the_format_at_every_length(model, tokens):
-    """A fifth of the bytes of 1,003 tokens is no integer."""
+    """A fifth of the bytes of 1,003 tokens is not an integer."""
     assert resolve(model, "auto", "20%", tokens=tokens, profile=make_profile(NEEDS))[2] == "int8"
     assert resolve(model, "auto", "5%", tokens=tokens, profile=make_profile(NEEDS))[2] == "int4"
 

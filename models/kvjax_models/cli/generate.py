@@ -43,7 +43,7 @@ from kvjax_models.stopwatch import Stopwatch
 class Generate(GenerationOptions):
     """Continues a text through a compressed cache and prints it during generation."""
 
-    prompt: str | None = None  # Text to continue; by default standard input, if that is no terminal.
+    prompt: str | None = None  # Text to continue; by default standard input, unless it is a terminal.
     prompt_file: list[str] = repeatable("FILE")  # File with the text, - for standard input; repeatable with --document.
     chat: bool = False  # Send the text as a user's message, in the model's chat template.
     streaming: bool = False  # Append the text to the cache in blocks; memory is independent of its length.
