@@ -49,7 +49,7 @@ def test_generate_from_a_file_a_pipe_and_an_option(kvjax, answer, tmp_path, monk
         assert output.strip() == answer.strip() or "bfloat16" in prompt[-1]
     with pytest.raises(SystemExit, match="kvjax: the prompt is empty; pass --prompt TEXT"):
         kvjax(*options, stdin="")
-    monkeypatch.setattr(io.StringIO, "isatty", lambda _: True)
+    monkeypatch.setattr("kvjax_models.cli.generate._is_piped", lambda: False)  # a terminal
     with pytest.raises(SystemExit, match="kvjax: a prompt is required: --prompt TEXT, --prompt_file FILE"):
         kvjax(*options, stdin=text)
 

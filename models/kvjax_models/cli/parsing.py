@@ -29,8 +29,10 @@ class HelpFormatter(simple_parsing.help_formatter.SimpleHelpFormatter):
         return text and re.sub(r"%(?!\()", "%%", text)
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        # simple_parsing shows an option that may be None as if its value could be omitted: "[int]".
-        return re.sub(r"^\[(\w+)\]$", r"\1", super()._format_args(action, default_metavar))
+        # simple_parsing writes brackets around the value of an option that may be None, and none around a positional
+        # argument that may be omitted.
+        text = re.sub(r"^\[(\w+)\]$", r"\1", super()._format_args(action, default_metavar))
+        return f"[{text}]" if action.nargs == argparse.OPTIONAL and not action.option_strings else text
 
 
 def make_parser(description: str | None, **options: Any) -> simple_parsing.ArgumentParser:
