@@ -8,10 +8,12 @@ import kvjax
 from kvjax.budget import Budget
 from kvjax.combinators.head_budgets import retrieving_heads
 from kvjax.registry import PolicyChoice
+from kvjax_models.cli.generate import Generate
 from kvjax_models.generation.auto_policy import resolve_auto
 from kvjax_models.generation.state import cache_specs
 from kvjax_models.model.llama import Llama
 from kvjax_models.profile import FRACTIONS, Profile
+from tests.models import tiny
 from tests.models.support import small_config
 
 LAYERS, KV_HEADS = 10, 2
@@ -130,6 +132,29 @@ def test_heads_of_a_profile_have_the_format_of_auto(model, policy, budget, expec
     # Shares without a profile, and no heads at all, change no format.
     assert resolve(model, policy, budget, profile=profile, heads=SHARES)[2] is None
     assert resolve(model, policy, budget, profile=profile)[2] is None
+
+
+@pytest.mark.parametrize("policy", ["chelsea", "balancekv", "subgen_mean", "snapkv"])
+@pytest.mark.parametrize(("budget", "named"), [("25%", "int8"), ("12.5%", "int4"), ("3.2%", ("int4", "int2"))])
+def test_caches_without_a_format_equal_those_with_the_format_named(monkeypatch, policy, budget, named):
+    """In Python, and on command lines, whose options a server has, too."""
+    monkeypatch.setattr("kvjax_models.profile.find_or_measure", lambda *_, **__: make_profile(NEEDS))
+    llm = tiny.make_llm(layers=LAYERS)
+    text = f"{policy}:heads=auto"
+    of_command = Generate(model="tiny", policy=text, budget=budget)
+    chosen = [llm.cache(policy, budget, heads="auto"), llm.cache(f"{text}@{budget}"), of_command.cache(llm)]
+    expected = llm.cache(text, budget, kv_dtype=named)
+    sizes = {"max_prompt_tokens": 4096, "max_new_tokens": 64}
+    for cache in chosen:
+        for one, other in (
+            (cache.document_generator(4096, 64), expected.document_generator(4096, 64)),
+            (cache.generator(**sizes), expected.generator(**sizes)),
+        ):
+            assert one.kv_dtype == other.kv_dtype == named
+            assert one.policies == other.policies and one.row_bytes == other.row_bytes
+            assert one.row_bytes <= float(budget[:-1]) / 100 * sum(s.full_cache_bytes(s.capacity) for s in one.specs)
+    in_16_bits = llm.cache(text, budget, kv_dtype="bfloat16").document_generator(4096, 64)
+    assert in_16_bits.kv_dtype == "bfloat16" and in_16_bits.policies != chosen[0].document_generator(4096, 64).policies
 
 
 @pytest.mark.parametrize("tokens", [997, 1001, 1003])
