@@ -24,7 +24,8 @@ _FORMS = "a share (25%), bytes (64MiB) or slots per KV head (256 slots)"
 # Slots below which a budget of any policy can be refused for its other settings only.
 LARGE_BUDGET = 2**20
 
-# Below these sizes, the policies lose most facts of a text. Measured on SmolLM2-135M.
+# Below these sizes, half of the facts of a text or more are lost: on SmolLM2-135M, `auto` answers .50 of the questions at
+# 3.1% of the bytes, and .90 with the full cache; SnapKV answers none.
 _MIN_SLOTS, _MIN_FRACTION = 64, 0.03
 
 
@@ -106,8 +107,8 @@ class Budget:
             reading = f"; a share is written {self.slots}%" if self.slots is not None and self.slots <= 100 else ""
             # The text does not name the length, so that Python shows it once for a budget.
             warnings.warn(
-                f"budget={self} is less than {_MIN_SLOTS} slots or {_MIN_FRACTION:.0%} of the text: most of its facts "
-                f"are lost, and answers are fluent but wrong{reading}",
+                f"budget={self} is less than {_MIN_SLOTS} slots or {_MIN_FRACTION:.0%} of the text: half of its facts "
+                f"or more are lost, and answers are fluent but wrong{reading}",
                 SmallBudgetWarning,
                 stacklevel=2,
             )
@@ -288,9 +289,8 @@ def fit_share(make: Callable[[int], Policy], spec: CacheSpec, limit: int, full: 
         ValueError: if no budget is accepted, with the reason for the smallest one tried.
     """
     smallest = _Sizes(make, spec).smallest(max(limit, LARGE_BUDGET))
-    policy = make(
-        (smallest // TILE + 1) * TILE
-    )  # more than sinks and recent tokens, which some policies may consist of
+    # Above the smallest budget, which may have slots for sinks and recent tokens only.
+    policy = make((smallest // TILE + 1) * TILE)
     held = limited_bytes(policy, spec)
     if held <= limit:
         return fit_bytes(make, spec, limit)

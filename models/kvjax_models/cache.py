@@ -620,7 +620,7 @@ def encode_text(
 
 def _parse_rows(rows: int | str, generator: Generator) -> int:
     """Returns a number of rows, given as such or as bytes for their caches."""
-    is_integer = isinstance(rows, int) and not isinstance(rows, bool)
+    is_integer = isinstance(rows, int | np.integer) and not isinstance(rows, bool)
     count = int(rows) if is_integer or (isinstance(rows, str) and re.fullmatch(r"\d{1,9}", rows)) else 0
     if 1 <= count <= MAX_ROWS:
         return count

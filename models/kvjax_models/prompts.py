@@ -61,7 +61,7 @@ def warn_of_file_name(prompt: object) -> None:
         warnings.warn(
             f"the text {prompt!r} is the name of a file, which is not read; for its content, pass "
             f"pathlib.Path({prompt!r}).read_text(), or --prompt_file on the command line",
-            stacklevel=3,
+            stacklevel=4,  # the caller of a decorated method
         )
 
 

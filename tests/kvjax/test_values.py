@@ -298,7 +298,7 @@ def test_a_small_budget_warns_once(budget, tokens, is_small):
     assert len(caught) == is_small
     if is_small:
         assert issubclass(caught[0].category, SmallBudgetWarning)
-        assert f"budget={size} is less than 64 slots or 3% of the text: most of its facts are lost" in str(
+        assert f"budget={size} is less than 64 slots or 3% of the text: half of its facts or more are lost" in str(
             caught[0].message
         )
         assert ("a share is written 25%" in str(caught[0].message)) == (budget == 25)
