@@ -24,8 +24,8 @@ _FORMS = "a share (25%), bytes (64MiB) or slots per KV head (256 slots)"
 # Slots below which a budget of any policy can be refused for its other settings only.
 LARGE_BUDGET = 2**20
 
-# Below these sizes, half of the facts of a text or more are lost: on SmolLM2-135M, `auto` answers .50 of the questions at
-# 3.1% of the bytes, and .90 with the full cache; SnapKV answers none.
+# Below these sizes, half of the facts of a text or more are lost: on SmolLM2-135M, `auto` answers .50 of the questions
+# at 3.1% of the bytes, and .90 with the full cache; SnapKV answers none.
 _MIN_SLOTS, _MIN_FRACTION = 64, 0.03
 
 
