@@ -1,7 +1,7 @@
 """Measures attention over compressed keys and values, layer by layer of a pretrained model or on synthetic streams.
 
     python -m experiments.attention --model smollm2-135m --text docs --policy uniform --policy balancekv --budget 25%
-    python -m experiments.attention --measure recall --text books --data_dir DIR --budget 64 128
+    python -m experiments.attention --measure recall --text books --data_dir DIR --budget 64slots 128slots
     python -m experiments.attention --stream tight --norm 4 --policy subgen --policy uniform
 
 - `error`: relative error of attention of the last tokens' queries over a compressed prompt (BalanceKV, Figures 1 and
@@ -58,7 +58,7 @@ class Options(Flags):
     stream: tuple[str, ...] = repeatable(choices=streams.SYNTHETIC)  # Synthetic streams in place of a model.
     norm: float = 8.0  # Norm of synthetic keys and queries.
     policy: tuple[str, ...] = repeatable("uniform", "subgen", "balancekv", "chelsea", "snapkv")  # Of `error`.
-    budget: tuple[str, ...] = repeatable("50%", "25%", "12.5%")  # Of `recall`: tokens.
+    budget: tuple[str, ...] = repeatable("50%", "25%", "12.5%")  # Of `recall`: slots.
     layer: tuple[int, ...] = repeatable()  # Layers; by default all.
     tokens: int = 1024  # Tokens of a stream.
     queries: int = 32  # Queries after it.
@@ -176,9 +176,9 @@ def measure_recall(options: Options, case: Case) -> list[Figure]:
         for budget in options.budget:
             selected = Budget.parse(budget).slots
             if selected is None or selected > keys.shape[1]:
-                raise ValueError(f"budget={budget} must be a number of tokens up to {keys.shape[1]}")
+                raise ValueError(f"budget={budget} must be at most {keys.shape[1]} slots")
             result = np.asarray(recall_of_heads(size, selected, keys, queries)).mean(axis=1)
-            labels = {"setting": f"{name} @ {budget}", "case": case.name}
+            labels = {"setting": f"{name} @ {selected}", "case": case.name}
             names = ("recall", "hit_rate_1", "hit_rate_2")
             figures += [_over_seeds(metric, v, **labels) for metric, v in zip(names, result.T, strict=True)]
     print_figures(f"Recall of the tokens with the largest logits, {case.name}", figures, "setting")

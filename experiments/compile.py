@@ -65,7 +65,7 @@ class Options(Flags):
         "exact", "streaming_llm", "uniform", "clustergen", "subgen", "subgen_mean", "balancekv", "chelsea",
         "clusterkv_residual", "quest", "infinigen", "h2o", "cam", "snapkv", "pyramidkv",
     )  # fmt: skip
-    budget: tuple[str, ...] = repeatable("4096")
+    budget: tuple[str, ...] = repeatable("4096 slots")
     device: tuple[str, ...] = repeatable(*TOPOLOGIES, choices=(*TOPOLOGIES, *GPUS))  # Repeatable.
     op: tuple[str, ...] = repeatable(*OPS, choices=OPS)  # Kernels that are compiled by themselves; repeatable.
     shape: str | None = None  # Sizes of the Llama (`common.shapes`); by default a small one with many heads.

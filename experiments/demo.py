@@ -114,7 +114,7 @@ def main(options: Demo) -> None:
     print(f"\nPicture: {path}")
     print(f"Total time: {time.perf_counter() - begin:.0f} s. Later runs reuse compiled programs.")
     print("Next:")
-    print(f"  kvjax chat --model {options.model} --policy auto --budget 1024")
+    print(f"  kvjax chat --model {options.model} --policy auto --budget 1024slots")
     print(f"  kvjax generate --model {options.model} --prompt_file FILE --budget 25% ...")
     print(f"  kvjax bench --model {options.model} --context_tokens 4096 --policy auto")
 

@@ -47,7 +47,7 @@ class Options(Flags):
     """Options of a plan."""
 
     policy: tuple[str, ...] = repeatable("exact", "subgen", "balancekv", "chelsea", "clusterkv")
-    budget: tuple[str, ...] = repeatable("4096")
+    budget: tuple[str, ...] = repeatable("4096 slots")
     shape: str = "llama-3.1-8b"  # Sizes of the model: a name of `common.shapes`, or a directory with a config.json.
     topology: tuple[str, ...] = repeatable("v5e:4x4", "v6e:8x8", "v5p:4x4x4")  # As libtpu spells them; repeatable.
     context_tokens: int = 131072  # Maximum length of prompts.

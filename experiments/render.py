@@ -65,8 +65,8 @@ MIN_PRESS_DOCUMENTS = 5  # of a press in the comparison with kvpress
 PARTS = {
     "the map, 16 bits": ("kvzap", None, None),
     "layers (PyramidKV), 16 bits": ("pyramidkv", None, None),
-    "heads, 16 bits": ("streaming_llm:heads=auto", None, None),
-    "heads and map, 16 bits": ("kvzap:heads=auto", None, None),
+    "heads, 16 bits": ("streaming_llm:heads=auto", "bfloat16", "bfloat16"),
+    "heads and map, 16 bits": ("kvzap:heads=auto", "bfloat16", "bfloat16"),
     "the map, few bits": ("kvzap", "int8", "int4"),
     "5 heads, few bits": ("streaming_llm:heads=build/heads5.json", "int8", "int4"),
     "9 heads, few bits": ("streaming_llm:heads=build/heads9.json", "int8", "int4"),

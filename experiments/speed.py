@@ -104,7 +104,9 @@ def make_generators(llm: LanguageModel, settings: Sequence[Setting], **sizes: An
     generators = {}
     for setting in settings:
         try:
-            generators[setting] = setting.cache(llm).generator(**sizes)
+            generator = setting.cache(llm).generator(**sizes)
+            setting.check(generator)
+            generators[setting] = generator
         except ValueError as error:
             print(f"{setting} is left out: {error}")
     return generators

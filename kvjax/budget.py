@@ -5,10 +5,12 @@ import dataclasses
 import functools
 import math
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from kvjax.cache import Cache, init, layer_policy, read_bytes
 from kvjax.messages import format_bytes as format_bytes
@@ -17,7 +19,18 @@ from kvjax.policy import Policy
 from kvjax.spec import TILE, CacheSpec, round_to_tiles
 from kvjax.state import cache_bytes
 
-_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_FORMS = "a share (25%), bytes (64MiB) or slots per KV head (256 slots)"
+# Slots below which a budget of any policy can be refused for its other settings only.
+LARGE_BUDGET = 2**20
+
+# Below these sizes, half of the facts of a text or more are lost: on SmolLM2-135M, `auto` answers .50 of the questions
+# at 3.1% of the bytes, and .90 with the full cache; SnapKV answers none.
+_MIN_SLOTS, _MIN_FRACTION = 64, 0.03
+
+
+class SmallBudgetWarning(UserWarning):
+    """Says that a budget is too small for reliable answers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +51,9 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> "Budget":
-        """Parses "1024" (slots), "25%" (of the bytes of a full bfloat16 cache) or "64MiB" (bytes).
+        """Parses "25%" (of the bytes of a full bfloat16 cache), "64MiB" or "100MB" (bytes), or "256 slots".
+
+        A space before the unit is optional.
 
         Returns:
             The budget.
@@ -46,33 +61,70 @@ class Budget:
         Raises:
             ValueError: if the text is not a budget.
         """
-        match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)(%|B|KiB|MiB|GiB)|(\d{1,15})", text)
-        if match is None:
-            is_fraction = re.fullmatch(r"0?\.\d+|1\.0+", text) is not None and float(text) > 0
-            fraction = f"{100 * float(text):g}% for this fraction" if is_fraction else "a fraction (25%)"
-            raise ValueError(f"budget={shorten(text)} is not a budget; pass slots (1024), {fraction} or bytes (64MiB)")
-        number, unit, slots = match.groups()
-        if float(slots or number) == 0:
+        match = re.fullmatch(rf"([0-9]{{1,15}}(?:\.[0-9]{{1,15}})?) ?(%|slots?|{'|'.join(_UNITS)})", text.strip())
+        number, unit = match.groups() if match is not None else ("", "")
+        is_slots = unit.startswith("slot")
+        if match is None or (is_slots and not number.isdecimal()):
+            raise ValueError(f"budget={shorten(text)} {_describe_readings(text)}")
+        if float(number) == 0:
             raise ValueError(f"budget={text} is an empty cache; pass more than 0")
-        if slots is not None:
-            return cls(text, slots=int(slots))
+        if is_slots:
+            return cls(f"{int(number)} slots", slots=int(number))
         if unit != "%":
-            return cls(text, bytes=int(float(number) * _UNITS[unit]))
+            return cls(f"{number}{unit}", bytes=int(float(number) * _UNITS[unit]))
         if float(number) > 100:
             raise ValueError(f"budget={text} exceeds the full cache; pass at most 100%")
-        return cls(text, fraction=float(number) / 100)
+        return cls(f"{number}%", fraction=float(number) / 100)
 
     @classmethod
     def of(cls, budget: "int | str | Budget") -> "Budget":
         """Returns a budget from a number of slots, from text or from a budget.
 
         Args:
-            budget: 1024 (slots), "25%", "64MiB", or a `Budget`.
+            budget: 1024 (slots), "25%", "64MiB", "1024 slots", or a `Budget`.
 
         Returns:
             The budget.
+
+        Raises:
+            ValueError: if it is not a budget.
         """
-        return budget if isinstance(budget, Budget) else cls.parse(str(budget))
+        if isinstance(budget, Budget):
+            return budget
+        if isinstance(budget, int | np.integer) and not isinstance(budget, bool):
+            return cls.parse(f"{budget} slots")
+        return cls.parse(str(budget))
+
+    def warn_if_small(self, spec: CacheSpec, tokens: int) -> None:
+        """Warns once about a budget of fewer than 64 slots, or of less than 3% of a text.
+
+        Args:
+            spec: the cache's spec.
+            tokens: tokens of the full cache.
+        """
+        fraction = self.share(spec, tokens)
+        if fraction < _MIN_FRACTION or (self.slots is not None and self.slots < min(_MIN_SLOTS, tokens)):
+            reading = f"; a share is written {self.slots}%" if self.slots is not None and self.slots <= 100 else ""
+            # The text does not name the length, so that Python shows it once for a budget.
+            warnings.warn(
+                f"budget={self} is less than {_MIN_SLOTS} slots or {_MIN_FRACTION:.0%} of the text: half of its facts "
+                f"or more are lost, and answers are fluent but wrong{reading}",
+                SmallBudgetWarning,
+                stacklevel=2,
+            )
+
+    def share(self, spec: CacheSpec, tokens: int) -> float:
+        """Returns the budget as a fraction of a full bfloat16 cache, or of its tokens for a budget in slots.
+
+        Args:
+            spec: the cache's spec.
+            tokens: tokens of the full cache.
+        """
+        if self.fraction is not None:
+            return self.fraction
+        if self.slots is not None:
+            return self.slots / max(tokens, 1)
+        return self.limit(spec, tokens) / max(spec.full_cache_bytes(tokens), 1)
 
     def limit(self, spec: CacheSpec, tokens: int) -> int:
         """Returns the budget in bytes per row and layer.
@@ -95,6 +147,17 @@ class Budget:
 
     def __str__(self) -> str:
         return self.text
+
+
+def _describe_readings(text: str) -> str:
+    """Describes the budgets that an invalid text may stand for."""
+    if re.fullmatch(r"0?\.[0-9]+|1\.0+", text) and float(text) > 0:
+        return f"is a fraction; pass '{100 * float(text):g}%'"
+    if re.fullmatch(r"[0-9]{1,15}(\.[0-9]+)?", text) is None:
+        return f"is not a budget; pass {_FORMS}"
+    readings = [f"'{text}%' for a share of the full cache"] if 0 < float(text) <= 100 else []
+    readings += [f"'{text} slots' for slots per KV head (an integer in Python)"] if text.isdecimal() else []
+    return f"has no unit; pass {' or '.join(readings) or _FORMS}"
 
 
 def abstract_cache(policy: Policy, spec: CacheSpec) -> Cache:
@@ -171,24 +234,9 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
         >>> kvjax.fit_bytes(lambda slots: kvjax.Uniform(slots, sinks=16), spec, limit).budget
         400
     """
-    refusals: dict[int, str] = {}  # why budgets are refused
-
-    def size(budget: int) -> float:
-        """Returns the average bytes per row and layer of the policy with this `budget` of slots; inf if refused."""
-        try:
-            policy = make(budget)
-            measure = row_read_bytes if policy.is_retrieval else row_bytes
-            return sum(len(equal) * measure(policy, equal[0]) for equal in _equal_layers(policy, spec)) / spec.layers
-        except ValueError as error:
-            refusals[budget] = str(error)
-            return math.inf
-
-    refused, accepted = 0, 1
-    while size(accepted) == math.inf:
-        refused, accepted = accepted, 2 * accepted
-        if accepted > limit:
-            raise ValueError(f"no budget within limit={limit} bytes is accepted: {refusals[refused]}")
-    low = smallest = bisect.bisect_left(range(accepted), True, lo=refused + 1, key=lambda one: size(one) < math.inf)
+    sizes = _Sizes(make, spec)
+    smallest = sizes.smallest(limit)
+    low, size, refusals = smallest, sizes.of_budget, sizes.refusals
     if size(low) > limit:
         remedy = "pass a larger budget"
         if _reserves_decode_slots(make(low)):
@@ -219,6 +267,79 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
     if size(low) == size(low - low // 4):  # buffers have the size of the capacity
         return make(_smallest_equal_budget(make, spec, smallest, low))
     return make(max(min(round_to_tiles(low), -(-spec.capacity // TILE) * TILE), smallest))
+
+
+def fit_share(make: Callable[[int], Policy], spec: CacheSpec, limit: int, full: Policy) -> Policy:
+    """Returns the policy that fills a share of the bytes of a full cache, also of a short text.
+
+    Some buffers do not grow with the text, such as the staging buffer, and policies have a smallest budget. A text is
+    short if their bytes exceed the share.
+
+    Args:
+        make: as for `fit_bytes`.
+        spec: as for `fit_bytes`.
+        limit: as for `fit_bytes`.
+        full: a policy that keeps every token.
+
+    Returns:
+        The policy of `fit_bytes`. For a short text, the one with the multiple of `TILE` slots above its smallest
+        budget, or `full` if that takes no more bytes.
+
+    Raises:
+        ValueError: if no budget is accepted, with the reason for the smallest one tried.
+    """
+    smallest = _Sizes(make, spec).smallest(max(limit, LARGE_BUDGET))
+    # Above the smallest budget, which may have slots for sinks and recent tokens only.
+    policy = make((smallest // TILE + 1) * TILE)
+    held = limited_bytes(policy, spec)
+    if held <= limit:
+        return fit_bytes(make, spec, limit)
+    return full if limited_bytes(full, spec) <= held else policy
+
+
+def limited_bytes(policy: Policy, spec: CacheSpec) -> float:
+    """Returns the bytes that a budget limits, per row and layer, on average over the layers.
+
+    Args:
+        policy: the policy.
+        spec: spec of the caches; batch and layer do not matter.
+
+    Returns:
+        The bytes held, or those read per token for a retrieval policy.
+    """
+    measure = row_read_bytes if policy.is_retrieval else row_bytes
+    return sum(len(equal) * measure(policy, equal[0]) for equal in _equal_layers(policy, spec)) / spec.layers
+
+
+class _Sizes:
+    """The bytes that a policy takes by its budget of slots.
+
+    Attributes:
+        refusals: why budgets are refused.
+    """
+
+    def __init__(self, make: Callable[[int], Policy], spec: CacheSpec) -> None:
+        """Creates an empty table; see `fit_bytes` for the arguments."""
+        self._make, self._spec = make, spec
+        self.refusals: dict[int, str] = {}
+
+    def of_budget(self, budget: int) -> float:
+        """Returns `limited_bytes` of a budget; inf if the policy refuses it."""
+        try:
+            return limited_bytes(self._make(budget), self._spec)
+        except ValueError as error:
+            self.refusals[budget] = str(error)
+            return math.inf
+
+    def smallest(self, largest: int) -> int:
+        """Returns the smallest budget that the policy accepts, at most about `largest`."""
+        refused, accepted = 0, 1
+        while self.of_budget(accepted) == math.inf:
+            refused, accepted = accepted, 2 * accepted
+            if accepted > largest:
+                raise ValueError(f"no budget within limit={largest} bytes is accepted: {self.refusals[refused]}")
+        budgets = range(accepted)
+        return bisect.bisect_left(budgets, True, lo=refused + 1, key=lambda one: self.of_budget(one) < math.inf)
 
 
 def _smallest_equal_budget(make: Callable[[int], Policy], spec: CacheSpec, low: int, high: int) -> int:

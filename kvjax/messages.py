@@ -30,6 +30,15 @@ def did_you_mean(name: Any, names: Iterable[str]) -> str:
     return f"did you mean {similar[0]!r}? " if similar else ""
 
 
+def describe_os_error(error: OSError) -> str:
+    """Returns an error of the operating system as a sentence that begins with the file."""
+    if error.filename is None or error.strerror is None:
+        return str(error)
+    if isinstance(error, FileNotFoundError):
+        return f"{error.filename} does not exist"
+    return f"{error.filename} cannot be used: {error.strerror}"
+
+
 def format_bytes(count: float) -> str:
     """Formats bytes in binary units: 1536 is "1.5 KiB".
 

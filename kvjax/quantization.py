@@ -113,7 +113,10 @@ def check_width(name: str, dim: int) -> None:
         ValueError: if the dimension is not a multiple of the packing width of formats below 8 bits.
     """
     if FORMATS[name].bits is not None and dim % packing.COLUMNS:
-        raise ValueError(f"kv_dtype={name!r} needs a multiple of {packing.COLUMNS} dimensions, got {dim}")
+        raise ValueError(
+            f"kv_dtype={name!r} needs heads with a multiple of {packing.COLUMNS} dimensions, got {dim}; pass "
+            "kv_dtype='int8'"
+        )
 
 
 def empty_quantized(

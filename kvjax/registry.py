@@ -6,19 +6,19 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from kvjax.budget import Budget, fit_bytes
+from kvjax.budget import LARGE_BUDGET, Budget, fit_bytes, fit_share
 from kvjax.combinators.ada_kv import AdaKV
 from kvjax.combinators.by_layer import FirstLayers
 from kvjax.combinators.head_budgets import HeadBudgets, Shares, load_shares
 from kvjax.combinators.host_memory import HostMemory
-from kvjax.messages import did_you_mean, shorten
+from kvjax.messages import describe_os_error, did_you_mean, shorten
 from kvjax.methods import table
 from kvjax.methods.exact.exact import Exact
 from kvjax.methods.top_k.top_k_policy import TopKPolicy
 from kvjax.policy import Policy, setting_types, type_name
 from kvjax.policy_docs import THEORY as THEORY
 from kvjax.policy_docs import in_order
-from kvjax.spec import CacheSpec
+from kvjax.spec import TILE, CacheSpec
 
 PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
 
@@ -34,8 +34,6 @@ _COMBINATOR_SETTINGS = ("full_layers", "host_steps", "alpha_safeguard", "heads")
 
 # The policy `auto`, whose settings `kvjax_models` completes for a model and a budget.
 _AUTO = "kvzap:heads=auto"
-
-LARGE_BUDGET = 2**20  # slots with which a policy can only be refused for its other settings
 
 
 def register(name: str, policy_class: PolicyClass) -> PolicyClass:
@@ -183,19 +181,21 @@ class PolicyChoice:
         try:
             return _combine(policy_class(**own), **combinators)
         except (TypeError, ValueError, OSError) as error:
-            raise ValueError(f"policy {shorten(str(self))[1:-1]}: {error}") from error
+            reason = describe_os_error(error) if isinstance(error, OSError) else error
+            raise ValueError(f"policy {shorten(str(self))[1:-1]}: {reason}") from error
 
-    def fit(self, spec: CacheSpec, tokens: int) -> Policy:
+    def fit(self, spec: CacheSpec, tokens: int, *, allow_smallest: bool = False) -> Policy:
         """Returns the policy for a cache.
 
         Args:
             spec: the cache's spec.
             tokens: tokens of the full cache that a fractional budget refers to.
+            allow_smallest: see `resolve_policy`.
 
         Returns:
             The policy.
         """
-        return self.make() if self.budget is None else _fit(self.make, self.budget, spec, tokens)
+        return self.make() if self.budget is None else _fit(self.make, self.budget, spec, tokens, allow_smallest)
 
 
 def parse_value(text: str) -> Any:
@@ -216,7 +216,14 @@ def _format_value(value: Any) -> str:
 AnyPolicy = str | PolicyChoice | Policy | Callable[..., Policy]
 
 
-def resolve_policy(policy: AnyPolicy, budget: int | str | Budget | None, spec: CacheSpec, tokens: int) -> Policy:
+def resolve_policy(
+    policy: AnyPolicy,
+    budget: int | str | Budget | None,
+    spec: CacheSpec,
+    tokens: int,
+    *,
+    allow_smallest: bool = False,
+) -> Policy:
     """Returns the policy that fills a budget.
 
     Args:
@@ -226,12 +233,39 @@ def resolve_policy(policy: AnyPolicy, budget: int | str | Budget | None, spec: C
             reads at most as many) or bytes of a sequence over all layers ("64MiB"); None if the policy has one.
         spec: spec of the caches.
         tokens: tokens of the full cache that a fraction refers to.
+        allow_smallest: whether a fraction into which no cache fits gives the smallest one (`fit_share`).
 
     Returns:
         The policy.
 
     Raises:
         ValueError: if `policy` or `budget` is invalid, missing, or given twice.
+    """
+    size = check_policy(policy, budget)
+    if isinstance(policy, str):
+        policy = PolicyChoice.parse(policy)
+    if isinstance(policy, PolicyChoice):
+        if size is None or budget is None:
+            return policy.fit(spec, tokens, allow_smallest=allow_smallest)
+        return _fit(policy.make, size, spec, tokens, allow_smallest)
+    if isinstance(policy, Policy):
+        return policy
+    return policy() if size is None else _fit(policy, size, spec, tokens, allow_smallest)
+
+
+def check_policy(policy: AnyPolicy, budget: int | str | Budget | None) -> Budget | None:
+    """Checks a policy and its budget, before the sizes of a cache are known.
+
+    Args:
+        policy: as for `resolve_policy`.
+        budget: as for `resolve_policy`.
+
+    Returns:
+        The budget; None for a policy that needs none.
+
+    Raises:
+        ValueError: if `policy` or `budget` is invalid, missing, or given twice.
+        TypeError: if `policy` is none.
     """
     if isinstance(policy, str):
         policy = PolicyChoice.parse(policy)
@@ -241,32 +275,36 @@ def resolve_policy(policy: AnyPolicy, budget: int | str | Budget | None, spec: C
         if not policy.takes_budget and budget is not None:
             raise ValueError(f"policy {policy} keeps everything and takes no budget; remove budget={budget}")
         if policy.budget is not None or not policy.takes_budget:
-            return policy.fit(spec, tokens)
-        make: Callable[..., Policy] = policy.make
+            return policy.budget
         name = f"policy {policy}"
     elif isinstance(policy, Policy):
         if budget is not None and isinstance(policy, Exact):
             raise ValueError(f"{policy} keeps everything and takes no budget; remove budget={budget}")
         if budget is not None:
             raise ValueError(f"{policy} has a budget; pass budget={budget} with its class or its name instead")
-        return policy
+        return None
     elif isinstance(policy, type) and issubclass(policy, Policy) and "budget" not in setting_types(policy):
         if budget is not None:
             raise ValueError(f"{policy.__name__} takes no budget; remove budget={budget}")
-        return policy()
+        return None
+    elif callable(policy):
+        name = str(getattr(policy, "__name__", policy))
     else:
-        make, name = policy, str(getattr(policy, "__name__", policy))
+        raise TypeError(f"policy={shorten(policy)} must be a name, a class of policies or a policy")
     if budget is None:
-        raise ValueError(f'{name} needs a budget: slots (1024), a fraction ("25%") or bytes ("64MiB")')
-    return _fit(make, Budget.of(budget), spec, tokens)
+        raise ValueError(f'{name} needs a budget: a share ("25%"), bytes ("64MiB") or slots (1024)')
+    return Budget.of(budget)
 
 
-def _fit(make: Callable[..., Policy], budget: Budget, spec: CacheSpec, tokens: int) -> Policy:
+def _fit(make: Callable[..., Policy], budget: Budget, spec: CacheSpec, tokens: int, allow_smallest: bool) -> Policy:
     """Returns the policy of a budget in slots, a fraction or bytes."""
     if budget.slots is not None:
         return make(budget.slots)
     try:
-        return fit_bytes(make, spec, budget.limit(spec, tokens))
+        limit = budget.limit(spec, tokens)
+        if allow_smallest and budget.fraction is not None:
+            return fit_share(make, spec, limit, full=Exact(TILE))
+        return fit_bytes(make, spec, limit)
     except ValueError as error:
         raise ValueError(f"budget={budget} of {tokens} tokens: {error}") from error
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 import kvjax
-from kvjax.budget import abstract_cache, row_bytes, row_read_bytes
+from kvjax.budget import Budget, abstract_cache, row_bytes, row_read_bytes
 from kvjax.policy import Policy
 from kvjax.quantization import KVDtype
 from kvjax.registry import PolicyChoice, resolve_policy
@@ -27,7 +27,7 @@ class Setting:
 
     Attributes:
         policy: policy without budget, as in policy strings.
-        budget: the budget, as text.
+        budget: the budget, as text with its unit.
         kv_dtype: format of keys and values, or two formats with a comma; None if not quantized.
     """
 
@@ -35,8 +35,13 @@ class Setting:
     budget: str | None = None
     kv_dtype: str | None = None
 
+    @property
+    def label(self) -> str | None:
+        """The budget in rows and tables, which write slots as the papers do, without a unit."""
+        return self.budget and self.budget.removesuffix(" slots")
+
     def __str__(self) -> str:
-        budget = f" @ {self.budget}" if self.budget else ""
+        budget = f" @ {self.label}" if self.budget else ""
         return self.policy + budget + (f", {self.kv_dtype}" if self.kv_dtype else "")
 
     @property
@@ -51,6 +56,15 @@ class Setting:
         """Returns the model with the setting's cache; budgets count unquantized arrays as bfloat16."""
         cache = llm.cache(self.policy, self.budget, kv_dtype=self.formats, allow_beyond_context=True)
         return dataclasses.replace(cache, budget_dtype=REFERENCE_DTYPE)
+
+    def check(self, generator: Generator) -> None:
+        """Checks that caches hold no more than the budget.
+
+        Raises:
+            ValueError: if its share is less than the smallest cache of the policy, which short texts have.
+        """
+        if generator.is_short:
+            raise ValueError(f"budget={self.budget} is less than the smallest cache of {self.policy}")
 
     def resolve(self, spec: kvjax.CacheSpec, tokens: int) -> Policy:
         """Returns the policy for caches of a spec; a share of a budget is of a full cache of `tokens`."""
@@ -74,7 +88,8 @@ def parse_settings(
     for text in policies:
         choice = PolicyChoice.parse(text)
         name = text.partition("@")[0]  # as it was written, because names identify rows
-        sizes: Sequence[Any] = [str(choice.budget)] if choice.budget else budgets if choice.takes_budget else [None]
+        parsed = [str(Budget.parse(budget)) for budget in budgets]
+        sizes: Sequence[Any] = [str(choice.budget)] if choice.budget else parsed if choice.takes_budget else [None]
         settings += [
             Setting(name, size, None if kv_dtype == "none" else kv_dtype) for size in sizes for kv_dtype in kv_dtypes
         ]

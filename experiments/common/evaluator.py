@@ -115,7 +115,9 @@ class Evaluator:
         for setting in settings:
             try:
                 possible[setting] = self._sizes(unit, setting)
+                setting.check(possible[setting][1])
             except ValueError as error:
+                possible.pop(setting, None)
                 rows.append(self._rows(unit, setting, error=str(error)))
         return possible
 
@@ -241,7 +243,7 @@ class Evaluator:
                 model=self.model,
                 task=self.task.name,
                 policy=setting.policy,
-                budget=setting.budget,
+                budget=setting.label,
                 kv_dtype=setting.kv_dtype,
                 question="seen" if self.question_seen else "unseen",
                 tokens=self.tokens,

@@ -3,12 +3,14 @@
 import argparse
 import dataclasses
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import simple_parsing
 from absl import app
 
+from kvjax.budget import SmallBudgetWarning
 from kvjax_models.cli import parsing
 
 
@@ -63,6 +65,7 @@ def run_command(main: Callable[[Any], Any], options: type) -> None:
     """Runs `main` with the options of the command line; ends with a message if they are invalid."""
 
     def run(given: Any) -> None:
+        warnings.simplefilter("ignore", SmallBudgetWarning)  # experiments measure what small budgets cost
         try:
             main(given)
         except (ValueError, FileNotFoundError) as error:

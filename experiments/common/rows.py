@@ -22,7 +22,7 @@ class Row:
         model: name of the model.
         task: name of the task, with its argument.
         policy: cache policy, as in policy strings.
-        budget: budget, as on the command line; None for the full cache.
+        budget: budget as on the command line, of slots without the unit; None for the full cache.
         kv_dtype: quantization format of the cache; None if it is not quantized.
         question: whether the compressed prompt includes the question: "seen" or "unseen".
         tokens: maximum number of tokens of the task's prompts.

@@ -8,28 +8,41 @@
 Sizes of buffers are resolved where lengths are known: in `generate`, in `read` and in `engine`.
 """
 
+import contextlib
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
+import numpy as np
 
 import kvjax
-from kvjax.budget import Budget, format_bytes
+from kvjax.budget import Budget, format_bytes, limited_bytes
 from kvjax.messages import shorten
 from kvjax.policy import Policy
-from kvjax.quantization import KVDtype
-from kvjax.registry import AnyPolicy, resolve_policy
+from kvjax.quantization import KVDtype, parse_kv_dtype
+from kvjax.registry import AnyPolicy, PolicyChoice, check_policy, resolve_policy
 from kvjax.spec import check_integer
 from kvjax_models import compile_cache
 from kvjax_models.document import Document, freeze_layers
 from kvjax_models.engine import Engine, seed_of_prompt
-from kvjax_models.generation.auto_policy import Heads, resolve_auto, resolve_windows
+from kvjax_models.generation.auto_policy import DEFAULT_BUDGET, Heads, check_heads, resolve_auto, resolve_windows
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill_together import prefill_together
 from kvjax_models.generation.sampling import Sampling, SamplingOptions
 from kvjax_models.generation.state import cache_specs
-from kvjax_models.prompts import Message, Prompt, TemplateOptions, as_prompts, is_prompt, is_tokens, render_context
+from kvjax_models.keywords import suggest_keywords
+from kvjax_models.prompts import (
+    Message,
+    Prompt,
+    TemplateOptions,
+    as_prompts,
+    is_prompt,
+    is_tokens,
+    render_context,
+    warn_of_file_name,
+)
 from kvjax_models.usage import Collector, Completion, collect
 
 if TYPE_CHECKING:
@@ -54,10 +67,12 @@ class CachedModel:
             (`kvjax.SnapKV`) or a policy.
         budget: size of the cache of one sequence: a share of a full bfloat16 cache ("25%"), bytes ("64MiB") or slots
             per KV head (1024); None if the policy has a budget or takes none. For `generate`, a share is of the full
-            cache after the last new token; for a document, of its text's full cache. Layers with a sliding window
-            cache exactly their window; their bytes count only in a budget in bytes.
+            cache after the last new token; for a document, of its text's full cache. Where a share of a short text is
+            less than the smallest cache of the policy, that one is used, or a full one if it is smaller. Layers with a
+            sliding window cache exactly their window; their bytes count only in a budget in bytes.
         kv_dtype: quantization format of the cache: "int8", "fp8", "int4", "int3", "int2", a pair for keys and values,
-            or "bfloat16"; the dtype of the model by default.
+            or "bfloat16"; by default the dtype of the model, or for "auto" and `heads="auto"` a format that the budget
+            decides (see `generation.auto_policy`).
         heads: budgets of the KV heads: "auto" keeps every token in the heads that retrieve, by the model's profile
             (measured at the first use of an unknown model), a `profile.Profile`, or the shares of
             `kvjax.HeadBudgets`; equal budgets by default. "auto" and policies with `heads=auto` have it already.
@@ -74,6 +89,20 @@ class CachedModel:
     allow_beyond_context: bool = False
     budget_dtype: jax.typing.DTypeLike | None = None
 
+    def __post_init__(self) -> None:
+        """Checks the options as far as they do not depend on lengths.
+
+        Raises:
+            ValueError: if an option is invalid, or two of them exclude each other.
+            TypeError: if `policy` is none.
+        """
+        policy = PolicyChoice.parse(self.policy) if isinstance(self.policy, str) else self.policy
+        is_auto = isinstance(policy, PolicyChoice) and policy.is_auto and policy.budget is None
+        check_policy(policy, DEFAULT_BUDGET if is_auto and self.budget is None else self.budget)
+        check_heads(policy, self.heads)
+        if self.kv_dtype != "bfloat16":
+            parse_kv_dtype(self.kv_dtype)
+
     def __repr__(self) -> str:
         """Returns the options."""
         names = ("policy", "budget", "kv_dtype", "heads")
@@ -82,6 +111,7 @@ class CachedModel:
 
     # --- sequences with separate caches ---
 
+    @suggest_keywords(SamplingOptions)
     def generate(
         self,
         prompt: Prompt | Sequence[Prompt],
@@ -123,6 +153,7 @@ class CachedModel:
         if "logprobs" in sampling and sampling["logprobs"] is not None and not return_details:
             raise ValueError("log-probabilities are part of the details; pass return_details=True")
         is_single = is_prompt(prompt)
+        warn_of_file_name(prompt)
         prompts: Any = as_prompts([prompt] if is_single else prompt)
         token_lists = [tokens for one in prompts for tokens in [self.llm.encode(one, template_options)] * n]
         if not token_lists:
@@ -145,6 +176,7 @@ class CachedModel:
         result = groups[0] if is_single else groups
         return (result, usage) if return_details else result
 
+    @suggest_keywords(SamplingOptions)
     def stream(
         self,
         prompt: Prompt,
@@ -170,6 +202,7 @@ class CachedModel:
         Yields:
             Parts of the new text, in order; joined they are the entire new text.
         """
+        warn_of_file_name(prompt)
         tokens = self.llm.encode(prompt, template_options)
         engine = self.engine(
             rows=1, max_prompt_tokens=len(tokens), max_new_tokens=max_new_tokens, stream_interval=stream_interval
@@ -181,6 +214,7 @@ class CachedModel:
             if output.text:
                 yield output.text
 
+    @suggest_keywords(SamplingOptions)
     def generate_many(
         self,
         prompts: Iterable[Prompt],
@@ -254,6 +288,7 @@ class CachedModel:
                 yield finished.pop(next_number)
                 next_number += 1
 
+    @suggest_keywords()
     def engine(
         self,
         *,
@@ -284,9 +319,9 @@ class CachedModel:
         options: dict[str, Any] = {"max_prefill_steps": max_prefill_steps, "stream_interval": stream_interval}
         lengths = compile_cache.length_bucket(max_prompt_tokens)
         if documents:
-            tails = self.tails(lengths[-1], max_new_tokens)
-            tails = tails.with_batch(documents * _parse_rows(rows, tails))
             reader = self.document_generator(max_prompt_tokens, max_new_tokens)
+            tails = self.tails(reader, max_new_tokens)
+            tails = tails.with_batch(documents * _parse_rows(rows, tails))
             return Engine(self.llm.tokenizer, tails, documents=documents, reader=reader, **options)
         generator = self.generator(
             max_prompt_tokens=lengths[-1], max_new_tokens=max_new_tokens, budget_tokens=lengths[0] + max_new_tokens
@@ -295,6 +330,7 @@ class CachedModel:
 
     # --- documents ---
 
+    @suggest_keywords()
     def read(
         self,
         text: Prompt | Sequence[int],
@@ -324,9 +360,10 @@ class CachedModel:
             The document.
 
         Raises:
-            ValueError: for invalid options, and for a policy or budget that is not possible.
+            ValueError: for invalid options, an empty text, and a policy or budget that is not possible.
             TypeError: if the text is neither a string nor a list of messages or of token ids.
         """
+        warn_of_file_name(text)
         [document] = read_together(
             [self],
             text,
@@ -361,7 +398,7 @@ class CachedModel:
             context_tokens=lengths[-1] + max_new_tokens,
         )
 
-    def tails(self, max_text_tokens: int, max_new_tokens: int, context_tokens: int = 0) -> Generator:
+    def tails(self, reader: Generator, max_new_tokens: int) -> Generator:
         """Returns sizes and policies of the tokens after a document's text.
 
         A tail holds all its tokens in the document's format, up to `EXACT_TAIL_TOKENS`. A longer one has as many slots,
@@ -369,34 +406,32 @@ class CachedModel:
         tokens while they come.
 
         Args:
-            max_text_tokens: length of the text, rounded up as `document_generator` does.
+            reader: sizes and policies with which the text is read (`document_generator`).
             max_new_tokens: maximum number of tokens after it.
-            context_tokens: maximum number of tokens of text and tail, as the text was read with; by default the sum of
-                the two.
 
         Returns:
             A generator with one row.
         """
         policy: Policy = kvjax.Exact(compact_every=min(_TAIL_BLOCK, max_new_tokens))
         scorer = None
-        kv_dtype = self._resolve(max_text_tokens, 0, compile_cache.length_bucket(max_text_tokens)[0])[2]
         if max_new_tokens > EXACT_TAIL_TOKENS:
             # Without a budget here, the policy has one.
-            streamed = self if self.budget is None else dataclasses.replace(self, budget=EXACT_TAIL_TOKENS)
+            budget = None if self.budget is None else EXACT_TAIL_TOKENS
+            streamed = dataclasses.replace(self, budget=budget, kv_dtype=reader.kv_dtype)
             generator = streamed.generator(max_prompt_tokens=1, max_new_tokens=max_new_tokens, streaming=True)
             policy, scorer = generator.policies[0], generator.scorer
         return Generator(
             self.llm.model,
             policy,
             batch=1,
-            max_prompt_tokens=max_text_tokens,
+            max_prompt_tokens=reader.max_prompt_tokens,
             max_new_tokens=max_new_tokens,
             eos=self.llm.tokenizer.eos_ids,
             allow_beyond_context=self.allow_beyond_context,
-            kv_dtype=kv_dtype,
+            kv_dtype=reader.kv_dtype,
             scorer=scorer,
             continues_texts=True,
-            context_tokens=context_tokens,
+            context_tokens=reader.context_tokens,
         )
 
     # --- sizes ---
@@ -439,7 +474,14 @@ class CachedModel:
         specs = self._budget_specs(**sizes)
         policy, budget = resolve_windows(policy, budget, specs)
         # The budget applies to layers without a sliding window; the others cache exactly their window.
-        resolved = resolve_policy(policy, budget, dataclasses.replace(specs[0], window=None), tokens)
+        spec = dataclasses.replace(specs[0], window=None)
+        resolved = resolve_policy(policy, budget, spec, tokens, allow_smallest=True)
+        size = check_policy(policy, budget)
+        is_short = (
+            size is not None and size.fraction is not None and limited_bytes(resolved, spec) > size.limit(spec, tokens)
+        )
+        if size is not None and not is_short and not resolved.is_retrieval:
+            size.warn_if_small(spec, tokens)
         return Generator(
             self.llm.model,
             resolved,
@@ -448,6 +490,7 @@ class CachedModel:
             allow_beyond_context=self.allow_beyond_context,
             scorer=self.llm.scorer(self.heads) if resolved.requires.predicted_scores else None,
             context_tokens=context_tokens,
+            is_short=is_short,
         )
 
     def _resolve(
@@ -558,7 +601,9 @@ def encode_text(
     llm: "LanguageModel", text: Prompt | Sequence[int], chat: bool | None, template_options: TemplateOptions
 ) -> tuple[list[int], tuple[Message, ...] | None]:
     """Returns the tokens of a document's text, and the conversation that questions continue, if there is one."""
-    if is_tokens(text) and len(text):
+    if (isinstance(text, str) and not text.strip()) or (isinstance(text, list | tuple | np.ndarray) and not len(text)):
+        raise ValueError("the text is empty; pass a text, messages or token ids")
+    if is_tokens(text):
         if chat:
             raise ValueError("chat=True needs a text or messages, got token ids")
         return [int(token) for token in text], None
@@ -575,20 +620,22 @@ def encode_text(
 
 def _parse_rows(rows: int | str, generator: Generator) -> int:
     """Returns a number of rows, given as such or as bytes for their caches."""
-    try:
-        size = Budget.of(rows)
-    except ValueError:
-        size = None
-    if size is not None and size.bytes is not None:
-        if size.bytes < generator.row_bytes:
-            raise ValueError(
-                f"{format_bytes(size.bytes)} are less than the {format_bytes(generator.row_bytes)} of one row's "
-                "caches; allow more memory or use a smaller budget"
-            )
-        return min(size.bytes // generator.row_bytes, MAX_ROWS)
-    if size is None or size.slots is None or size.slots > MAX_ROWS:
+    is_integer = isinstance(rows, int | np.integer) and not isinstance(rows, bool)
+    count = int(rows) if is_integer or (isinstance(rows, str) and re.fullmatch(r"\d{1,9}", rows)) else 0
+    if 1 <= count <= MAX_ROWS:
+        return count
+    limit = None
+    if isinstance(rows, str):
+        with contextlib.suppress(ValueError):
+            limit = Budget.parse(rows).bytes
+    if limit is None:
         raise ValueError(
             f"{shorten(rows)} batch rows are not possible: pass a number from 1 to {MAX_ROWS} (8), or bytes for their "
             "caches (2GiB)"
         )
-    return size.slots
+    if limit < generator.row_bytes:
+        raise ValueError(
+            f"{format_bytes(limit)} are less than the {format_bytes(generator.row_bytes)} of one row's caches; allow "
+            "more memory or use a smaller budget"
+        )
+    return min(limit // generator.row_bytes, MAX_ROWS)

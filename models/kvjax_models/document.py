@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import kvjax
+from kvjax.budget import Budget
 from kvjax.cache import with_counters
 from kvjax.messages import shorten
 from kvjax.policy import Policy, policy_of
@@ -32,6 +33,7 @@ from kvjax_models.generation.sampling import GREEDY, Sampling, SamplingOptions
 from kvjax_models.generation.saved_states import describe_model
 from kvjax_models.generation.state import GenerationState
 from kvjax_models.kept import kept_shares
+from kvjax_models.keywords import suggest_keywords
 from kvjax_models.model.recurrent import RecurrentState
 from kvjax_models.profile import Profile
 from kvjax_models.prompts import Message, Prompt, TemplateOptions, as_prompts, check_prompt, is_prompt, render_question
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from kvjax_models.cache import CachedModel
     from kvjax_models.language_model import LanguageModel
 
-FORMAT = 1  # of saved documents, increased with every change of the entries or their meaning
+FORMAT = 2  # of saved documents, increased with every change of the entries or their meaning
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -74,6 +76,7 @@ class Document:
     seed: int
     recurrent: tuple[RecurrentState, ...] = ()
 
+    @suggest_keywords(SamplingOptions)
     def ask(
         self,
         question: Prompt | Sequence[Prompt],
@@ -112,6 +115,7 @@ class Document:
         prompts = [self.encode(one, separator=separator, answer_start=answer_start) for one in questions]
         return self._answer(prompts, is_single, max_new_tokens, stop, seed, return_details, sampling)
 
+    @suggest_keywords(SamplingOptions)
     def generate(
         self,
         text: str | Sequence[str],
@@ -251,8 +255,7 @@ class Document:
         """
         needed = self.max_new_tokens if max_new_tokens is None else max_new_tokens
         capacity = min(compile_cache.length_bucket(needed)[-1], max(needed, self.max_new_tokens))
-        generator = self.generator
-        return self.cache.tails(generator.max_prompt_tokens, capacity, generator.context_tokens).with_batch(rows)
+        return self.cache.tails(self.generator, capacity).with_batch(rows)
 
     def tail_state(self, tails: Generator, seed: int = 0, sampling: Sampling = GREEDY) -> GenerationState:
         """Returns the state of rows before their first token after the text.
@@ -342,14 +345,14 @@ class Document:
             ValueError: if the directory has a save.
             OSError: if it cannot be written.
         """
-        saves = Saves(directory)
+        saves = Saves(directory, is_document=True)
         saves.lock(require_empty=True)
         distinct = list(dict.fromkeys(self.generator.policies))
         cache, generator = self.cache, self.generator
         notes = {
             "cache": {
                 "policy": _describe_choice(cache.policy, generator.policies[-1]),
-                "budget": None if cache.budget is None else str(cache.budget),
+                "budget": None if cache.budget is None else str(Budget.of(cache.budget)),
                 "kv_dtype": cache.kv_dtype,
                 "heads": None if isinstance(cache.heads, Profile) else cache.heads,
                 "allow_beyond_context": cache.allow_beyond_context,
@@ -360,6 +363,7 @@ class Document:
             "max_prompt_tokens": generator.max_prompt_tokens,
             "context_tokens": generator.context_tokens,
             "streaming": generator.streaming,
+            "is_short": generator.is_short,
             "tokens": self.tokens,
             "messages": self.messages,
             "template_options": self.template_options,
@@ -371,7 +375,7 @@ class Document:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The bytes of the compressed text, named as by `Generator.cache_sizes`."""
+        """The bytes of the compressed text, named as by `Generator.cache_sizes`; see also `describe_share`."""
         return {
             "cache_bytes": self.cache_bytes,
             "host_bytes": self.host_bytes,
@@ -399,11 +403,14 @@ class Document:
         """
         return kept_shares(self.generator, self.tokens, self.seed)
 
+    def describe_share(self) -> str:
+        """Describes how much of a full cache the document holds; see `Generator.describe_share`."""
+        return self.generator.describe_share(self.sizes, self.num_tokens)
+
     def __repr__(self) -> str:
         """Returns the sizes, without arrays."""
-        share = self.cache_bytes / self.full_cache_bytes
         return (
-            f"Document({self.num_tokens} tokens, {self.cache_bytes:,} bytes, {share:.1%} of a full bfloat16 cache, "
+            f"Document({self.num_tokens} tokens, {self.cache_bytes:,} bytes, {self.describe_share()}, "
             f"max_new_tokens={self.max_new_tokens}, {self.cache})"
         )
 
@@ -422,12 +429,12 @@ def check_empty(directory: str | os.PathLike) -> None:
         ValueError: if it has a save.
         OSError: if it cannot be written.
     """
-    Saves(directory).lock(require_empty=True)
+    Saves(directory, is_document=True).lock(require_empty=True)
 
 
 def open_document(llm: "LanguageModel", directory: str | os.PathLike) -> Document:
     """Restores a document from `Document.save`; see `LanguageModel.open`."""
-    saves = Saves(directory)
+    saves = Saves(directory, is_document=True)
     step = saves.newest()
     if difference := describe_difference(_manifest(llm), saves.manifest(step)):
         raise ValueError(f"the document in {saves.directory} belongs to another model: {difference}")
@@ -446,6 +453,7 @@ def open_document(llm: "LanguageModel", directory: str | os.PathLike) -> Documen
         kv_dtype=_as_tuple(notes["kv_dtype"]),
         scorer=llm.scorer() if needs_scorer else None,
         context_tokens=notes["context_tokens"],
+        is_short=notes["is_short"],
     )
     state = generator.init_state()
     like = {"texts": freeze_layers(state), "logits": state.logits, "recurrent": state.recurrent}

@@ -38,6 +38,7 @@ from kvjax_models.generation.decode import NO_TOKEN, Texts, decode_block
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import GREEDY, SampledTokens, Sampling, row_sampling
 from kvjax_models.generation.state import GenerationState, check_seed, compact_layers, constrain_state
+from kvjax_models.keywords import suggest_keywords
 from kvjax_models.prompts import Prompt, TemplateOptions, encode_prompt, is_tokens
 from kvjax_models.sharding import replicate
 from kvjax_models.stopwatch import Stopwatch
@@ -238,6 +239,7 @@ class Engine:
         """Requests that wait for a row."""
         return len(self._waiting)
 
+    @suggest_keywords()
     def add(
         self,
         prompt: Prompt | Sequence[int],

@@ -25,6 +25,7 @@ from kvjax_models.document import Document, open_document
 from kvjax_models.formats.checkpoint import LoadOptions
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.generation.auto_policy import Heads
+from kvjax_models.keywords import suggest_keywords
 from kvjax_models.model.llama import Llama
 from kvjax_models.model.quantized import WeightDtype
 from kvjax_models.profile import Profile
@@ -71,6 +72,7 @@ class LanguageModel:
             f"              vocab_size={config.vocab_size}, max_length={config.max_length}, weights={weights})"
         )
 
+    @suggest_keywords()
     def cache(
         self,
         policy: AnyPolicy = "exact",
@@ -94,6 +96,7 @@ class LanguageModel:
         """
         return CachedModel(self, policy, budget, kv_dtype, heads, allow_beyond_context)
 
+    @suggest_keywords(CachedModel.generate)
     def generate(
         self,
         prompt: Prompt | Sequence[Prompt],
@@ -172,6 +175,7 @@ class LanguageModel:
         return encode_prompt(self.tokenizer, prompt, template_options)
 
 
+@suggest_keywords()
 def load(
     name: str | os.PathLike,
     dtype: jax.typing.DTypeLike | None = None,

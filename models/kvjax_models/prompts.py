@@ -1,5 +1,7 @@
 """Prompts: texts to continue, or conversations to answer."""
 
+import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -10,6 +12,8 @@ from kvjax_models.formats.tokenizer import Tokenizer
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 Prompt = str | Sequence[Message]  # a text to continue, or a conversation to answer
 TemplateOptions = Mapping[str, Any] | None  # variables of the chat template
+
+_MAX_FILE_NAME = 4096  # characters
 
 
 def is_prompt(value: object) -> TypeGuard[Prompt]:
@@ -45,6 +49,20 @@ def as_prompts(prompts: Any) -> Iterable[Prompt]:
             f"prompts must be a list of texts or conversations, got {type(prompts).__name__}; pass [prompt]"
         )
     return prompts
+
+
+def warn_of_file_name(prompt: object) -> None:
+    """Warns about a text that is the name of an existing file, whose content was probably meant.
+
+    Args:
+        prompt: a prompt; conversations and lists are not searched.
+    """
+    if isinstance(prompt, str) and 0 < len(prompt) <= _MAX_FILE_NAME and os.path.isfile(prompt):
+        warnings.warn(
+            f"the text {prompt!r} is the name of a file, which is not read; for its content, pass "
+            f"pathlib.Path({prompt!r}).read_text(), or --prompt_file on the command line",
+            stacklevel=4,  # the caller of a decorated method
+        )
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, template_options: TemplateOptions = None) -> list[int]:

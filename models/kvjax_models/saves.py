@@ -38,14 +38,16 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 class Saves:
     """The saves in a directory."""
 
-    def __init__(self, directory: str | os.PathLike, keep: int = 2) -> None:
+    def __init__(self, directory: str | os.PathLike, keep: int = 2, *, is_document: bool = False) -> None:
         """Opens a directory.
 
         Args:
             directory: created when something is saved.
             keep: number of saves to keep.
+            is_document: whether a document is saved, and not the states of a run; for messages.
         """
         self.directory, self._keep = pathlib.Path(directory).absolute(), keep
+        self._is_document = is_document
         self._lock: filelock.BaseFileLock | None = None
 
     def lock(self, *, require_empty: bool = False) -> None:
@@ -60,6 +62,11 @@ class Saves:
         def lock_and_check() -> None:
             self._lock = self._lock or atomic_io.lock_directory(self.directory)
             if require_empty and (steps := self.steps()):
+                if self._is_document:
+                    raise ValueError(
+                        f"{self.directory} already has a saved document; open it (`llm.open`, --document) or use "
+                        "another directory"
+                    )
                 raise ValueError(
                     f"{self.directory} already has saves of step {', '.join(map(str, steps))}; resume from them or use "
                     "another directory"
@@ -127,7 +134,7 @@ class Saves:
                 problems.append(f"{self.directory / str(step)}: {problem}")
             if problems:
                 raise ValueError(f"all saves are damaged: {'; '.join(problems)}")
-            raise FileNotFoundError(f"{self.directory} has no saves")
+            raise FileNotFoundError(f"{self.directory} has no saved {'document' if self._is_document else 'states'}")
 
         atomic_io.run_on_first_process(find)
         return int(multihost_utils.broadcast_one_to_all(newest)) if jax.distributed.is_initialized() else int(newest)

@@ -45,6 +45,7 @@ class Usage:
         read_bytes: bytes that one decode step reads, of all rows and of the document.
         full_cache_bytes: bytes of full bfloat16 caches of the same capacity, of all rows and of the document.
         document_bytes: bytes of the document's entries, on the device and in host memory; 0 without a document.
+        is_short: whether a budget's share was less than the smallest cache of the policy, so that the caches hold more.
     """
 
     prompt_tokens: int
@@ -57,6 +58,7 @@ class Usage:
     read_bytes: int
     full_cache_bytes: int
     document_bytes: int = 0
+    is_short: bool = False
 
     @property
     def tokens_per_second(self) -> float:
@@ -148,6 +150,7 @@ def collect(engine: Engine, prompt_tokens: int, document: "Document | None" = No
         decode_seconds=engine.decode_seconds,
         compile_seconds=watch.compile_seconds,
         **_sizes(engine, document),
+        is_short=(engine if document is None else document).generator.is_short,
     )
 
 

@@ -46,7 +46,7 @@ def run(policy, queries, keys, values, lengths, **options):
 
 
 def test_a_registered_policy_works_in_policy_strings(page):
-    choice = kvjax.PolicyChoice.parse("mine:sinks=2,recent=8@64")
+    choice = kvjax.PolicyChoice.parse("mine:sinks=2,recent=8@64 slots")
     assert choice.make() == page.LargeValues(64, sinks=2, recent=8)
 
 

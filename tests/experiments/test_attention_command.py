@@ -52,7 +52,7 @@ def test_similarity_of_keys_and_values_against_loops():
 
 def test_pages_and_clusters_select_what_a_loop_selects(tmp_path):
     options = attention.Options(
-        stream=("tight",), measure=("recall",), tokens=512 + 16, seeds=2, queries=8, budget=("64",),
+        stream=("tight",), measure=("recall",), tokens=512 + 16, seeds=2, queries=8, budget=("64 slots",),
         output_dir=str(tmp_path),
     )  # fmt: skip
     attention.main(options)
@@ -103,9 +103,9 @@ def test_calibrations_are_read_by_the_policies(tiny_model, tmp_path):
     ))  # fmt: skip
     overlap, correlation = figures(tmp_path / "outlier_heads.json")
     assert overlap["case"] == "1 of 4 heads" and overlap["value"] in (0, 1) and -1 <= correlation["value"] <= 1
-    shares = PolicyChoice.parse(f"chelsea:heads={tmp_path / 'heads.json'}@256").make().shares
+    shares = PolicyChoice.parse(f"chelsea:heads={tmp_path / 'heads.json'}@256 slots").make().shares
     assert np.shape(shares) == (2, 2) and np.sum(np.array(shares) == 1.0) == 1
-    PolicyChoice.parse(f"infinigen:skew={tmp_path / 'skew.npz'}@256").make()
+    PolicyChoice.parse(f"infinigen:skew={tmp_path / 'skew.npz'}@256 slots").make()
     with np.load(tmp_path / "skew.npz") as arrays:
         skew, values = arrays["skew"], arrays["singular_values"]
     np.testing.assert_allclose(skew @ skew.swapaxes(-1, -2), np.broadcast_to(np.eye(16), skew.shape), atol=1e-5)

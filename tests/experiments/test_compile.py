@@ -80,7 +80,7 @@ from kvjax.shared import window
 window.allocated_slots = lambda slots: slots
 compile.run_command(compile.main, compile.Options)
 """
-    arguments = ("--layers=2", "--device=v5e", "--policy=uniform", "--budget=4093", "--op=weighted_decode")
+    arguments = ("--layers=2", "--device=v5e", "--policy=uniform", "--budget=4093 slots", "--op=weighted_decode")
     words = [sys.executable, "-c", script, *arguments, f"--output_dir={tmp_path}"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode != 0

@@ -21,6 +21,7 @@ from experiments.common.units import encode, make_units
 from experiments.tasks.task import Document, Question, Task
 from kvjax_models.generation.generator import generate
 from kvjax_models.model.llama import Llama
+from kvjax_models.profile import FRACTIONS, Profile
 from tests.experiments.support import request
 from tests.kvjax.support import each
 from tests.models import tiny
@@ -286,12 +287,32 @@ def test_units_are_documents_or_entire_prompts(llm):
 
 
 def test_policies_and_budgets_are_combined():
-    settings = caches.parse_settings(("exact", "snapkv", "uniform@64"), ("25%", "50%"), ("none", "int8,int4"))
+    settings = caches.parse_settings(("exact", "snapkv", "uniform@64 slots"), ("25%", "50%"), ("none", "int8,int4"))
     assert list(map(str, settings)) == [
         "exact", "exact, int8,int4", "snapkv @ 25%", "snapkv @ 25%, int8,int4", "snapkv @ 50%",
         "snapkv @ 50%, int8,int4", "uniform @ 64", "uniform @ 64, int8,int4",
     ]  # fmt: skip
     assert settings[-1].formats == ("int8", "int4") and settings[0].formats is None
+
+
+def test_budgets_need_a_unit_and_rows_have_slots_without_one():
+    [uniform, snapkv] = caches.parse_settings(("uniform@64slots", "snapkv"), ("410 slots",))
+    assert (uniform.budget, uniform.label, str(uniform)) == ("64 slots", "64", "uniform @ 64")
+    assert (snapkv.budget, snapkv.label, str(snapkv)) == ("410 slots", "410", "snapkv @ 410")
+    for policies, budgets in ((("uniform@64",), ("25%",)), (("snapkv",), ("410",))):
+        with pytest.raises(ValueError, match="has no unit; pass"):
+            caches.parse_settings(policies, budgets)
+
+
+def test_heads_of_a_profile_have_the_format_of_the_budget(llm, monkeypatch):
+    needs = np.tile(np.linspace(0.1, 0.9, 4).reshape(2, 2), (len(FRACTIONS), 1, 1))
+    profile = Profile(needs, np.zeros(0), None, *(np.zeros(0),) * 3)
+    monkeypatch.setattr("kvjax_models.profile.find_or_measure", lambda *_, **__: profile)
+    for budget, kv_dtype in (("60%", "int8"), ("30%", "int4")):
+        chosen, named = (Setting("snapkv:heads=auto", budget, one).cache(llm) for one in (None, kv_dtype))
+        pairs = [cache.document_generator(900, 64) for cache in (chosen, named)]
+        assert pairs[0].kv_dtype == kv_dtype and pairs[0].policies == pairs[1].policies
+        assert caches.fractions(pairs[0], 900) == caches.fractions(pairs[1], 900)
 
 
 def test_two_runs_cannot_write_to_one_file(tmp_path):

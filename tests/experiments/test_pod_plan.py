@@ -28,7 +28,13 @@ def planned(directory, *arguments, **changes):
     """Returns the figures of plans for four chips by setting and metric."""
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(CONFIG | changes))
-    options = [f"--shape={directory}", "--topology=v5e:2x2", "--budget=4096", f"--output_dir={directory}", *arguments]
+    options = [
+        f"--shape={directory}",
+        "--topology=v5e:2x2",
+        "--budget=4096 slots",
+        f"--output_dir={directory}",
+        *arguments,
+    ]
     done = command("experiments.pod_plan", *options)
     assert done.returncode == 0, done.stderr[-3000:]
     return {(one["setting"], one["metric"]): one for one in figures(directory / "pod_plan.json")}

@@ -89,7 +89,7 @@ def test_copies_of_one_sequence_decode_together_and_a_failure_ends_no_other_sett
 
 def test_bytes_need_no_weights(tmp_path, monkeypatch):
     monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
-    policies = ("snapkv:window_size=16,compact_every=8@100", "clusterkv:compact_every=8@70%")
+    policies = ("snapkv:window_size=16,compact_every=8@100 slots", "clusterkv:compact_every=8@70%")
     options = {"shape": "tiny", "policy": policies, "context_tokens": (300,), "tokens": 8}
     speed.main(speed.Options(measure=("bytes",), **options, output_dir=str(tmp_path)))
     found = {(one["setting"], one["metric"]): one["value"] for one in figures(tmp_path / "bytes.json")}
@@ -147,7 +147,12 @@ def test_first_answers_are_of_new_processes(tmp_path, monkeypatch):
 
 
 def test_every_policy_uses_the_memory_of_the_full_cache(capsys):
-    settings = [Setting("exact"), Setting("streaming_llm", "25%"), Setting("quest", "64"), Setting("kvzip", "2")]
+    settings = [
+        Setting("exact"),
+        Setting("streaming_llm", "25%"),
+        Setting("quest", "64 slots"),
+        Setting("kvzip", "2 slots"),
+    ]
     sizes = throughput.Sizes(192, 64, full_rows=2, repetitions=2, seed=0)
     measured = {labels["setting"]: values for labels, values in throughput.measure(tiny.make_llm(), settings, sizes)}
     assert "kvzip @ 2 is left out: " in capsys.readouterr().out

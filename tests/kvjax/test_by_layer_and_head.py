@@ -150,13 +150,13 @@ def test_files_of_shares_are_a_setting_in_text(tmp_path):
     shares = ((1.0, 0.001), None)
     save_shares(tmp_path / "heads.json", shares, {"model": "none"})
     assert load_shares(tmp_path / "heads.json") == shares
-    choice = kvjax.PolicyChoice.parse(f"uniform:heads={tmp_path / 'heads.json'}@140")
+    choice = kvjax.PolicyChoice.parse(f"uniform:heads={tmp_path / 'heads.json'}@140 slots")
     assert choice.make() == kvjax.HeadBudgets(kvjax.Uniform(140), shares)
 
 
 def test_the_shares_of_a_model_replace_auto():
-    choice = kvjax.PolicyChoice.parse("chelsea:heads=auto@400")
-    assert choice.needs_profile and str(choice) == "chelsea:heads=auto@400"
+    choice = kvjax.PolicyChoice.parse("chelsea:heads=auto@400 slots")
+    assert choice.needs_profile and str(choice) == "chelsea:heads=auto@400 slots"
     known = choice.with_shares(((1.0, 0.5),))
     assert not known.needs_profile and known.make() == kvjax.HeadBudgets(kvjax.Chelsea(400), ((1.0, 0.5),))
     assert choice.without_profile().make() == kvjax.Chelsea(400)

@@ -244,7 +244,7 @@ def test_the_first_two_layers_are_full():
         assert host == (full if layer < 2 else kvjax.HostMemory(policy))
     # A model of at most two layers would not be compressed.
     assert policy.for_layer(SPEC) == policy == policy.for_layer(dataclasses.replace(SPEC, layers=2))
-    choice = kvjax.PolicyChoice.parse("clusterkv:full_layers=1@40")
+    choice = kvjax.PolicyChoice.parse("clusterkv:full_layers=1@40 slots")
     assert choice.make() == kvjax.ClusterKV(40, full_layers=1)
 
 

@@ -64,7 +64,9 @@ def test_dimensions_that_do_not_fill_bytes_are_refused():
     for name in FORMATS:
         quantization.check_width(name, 16)
         if name in PACKED:
-            with pytest.raises(ValueError, match=f"kv_dtype='{name}' needs a multiple of 8 dimensions, got 12"):
+            with pytest.raises(
+                ValueError, match=f"kv_dtype='{name}' needs heads with a multiple of 8 dimensions, got 12"
+            ):
                 quantization.check_width(name, 12)
 
 

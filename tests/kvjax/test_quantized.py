@@ -323,7 +323,7 @@ def test_decoding_does_not_dequantize_the_entire_store(kv_dtype):
         (("int4", None), 64, r"kv_dtype=\('int4', None\) is not a quantization format"),
         (("int8", "int2"), 64, "keys and values may differ only if both have fewer than 8 bits"),
         (("int8", "fp8"), 64, "keys and values may differ only if both have fewer than 8 bits"),
-        ("int4", 12, "kv_dtype='int4' needs a multiple of 8 dimensions, got 12"),
+        ("int4", 12, "kv_dtype='int4' needs heads with a multiple of 8 dimensions, got 12"),
     ],
 )
 def test_invalid_formats_are_refused(kv_dtype, head_dim, message):

@@ -7,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import warnings
 
 import chex
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.budget import Budget, SmallBudgetWarning
 from kvjax.methods.balancekv.balancekv_theory import BalanceKVTheory
 from kvjax.policy import Policy
 from kvjax.registry import POLICIES as REGISTERED
@@ -185,21 +187,27 @@ EXACT_32 = kvjax.Exact(32)
     "text, policy",
     [
         ("exact", kvjax.Exact()),
-        ("uniform@512", kvjax.Uniform(512)),
-        ("subgen:per_cluster=2,recent=32@200", kvjax.SubGen(200, recent=32, per_cluster=2)),
-        ("subgen:per_cluster=2,delta=None@200", kvjax.SubGen(200, per_cluster=2)),
-        ("h2o:recent=4,average=true@12", kvjax.H2O(12, recent=4, average=True)),
-        ("clusterkv:clusters=400,kmeans_init=random@64", kvjax.ClusterKV(64, clusters=400, kmeans_init="random")),
-        ("clusterkv:chunk_tokens=None@64", kvjax.ClusterKV(64, chunk_tokens=None)),
-        ("clusterkv:full_layers=0@64", kvjax.ClusterKV(64, full_layers=0)),
-        ("balancekv_theory:value_exponents=(0,3),bins=4@400", BalanceKVTheory(400, value_exponents=(0, 3), bins=4)),
-        ("quest:host_steps=2@64", kvjax.HostMemory(kvjax.Quest(64), 2)),
-        ("quest:full_layers=2,compact_every=32@64", kvjax.FirstLayers(2, kvjax.Quest(64, compact_every=32), EXACT_32)),
+        ("uniform@512 slots", kvjax.Uniform(512)),
+        ("subgen:per_cluster=2,recent=32@200 slots", kvjax.SubGen(200, recent=32, per_cluster=2)),
+        ("subgen:per_cluster=2,delta=None@200 slots", kvjax.SubGen(200, per_cluster=2)),
+        ("h2o:recent=4,average=true@12 slots", kvjax.H2O(12, recent=4, average=True)),
+        ("clusterkv:clusters=400,kmeans_init=random@64 slots", kvjax.ClusterKV(64, clusters=400, kmeans_init="random")),
+        ("clusterkv:chunk_tokens=None@64 slots", kvjax.ClusterKV(64, chunk_tokens=None)),
+        ("clusterkv:full_layers=0@64 slots", kvjax.ClusterKV(64, full_layers=0)),
         (
-            "quest:full_layers=2,host_steps=1,compact_every=32@64",
+            "balancekv_theory:value_exponents=(0,3),bins=4@400 slots",
+            BalanceKVTheory(400, value_exponents=(0, 3), bins=4),
+        ),
+        ("quest:host_steps=2@64 slots", kvjax.HostMemory(kvjax.Quest(64), 2)),
+        (
+            "quest:full_layers=2,compact_every=32@64 slots",
+            kvjax.FirstLayers(2, kvjax.Quest(64, compact_every=32), EXACT_32),
+        ),
+        (
+            "quest:full_layers=2,host_steps=1,compact_every=32@64 slots",
             kvjax.FirstLayers(2, kvjax.HostMemory(kvjax.Quest(64, compact_every=32)), EXACT_32),
         ),
-        ("knorm:alpha_safeguard=0.5@64", kvjax.AdaKV(kvjax.Knorm(64), 0.5)),
+        ("knorm:alpha_safeguard=0.5@64 slots", kvjax.AdaKV(kvjax.Knorm(64), 0.5)),
     ],
 )
 def test_text_gives_a_policy(text, policy):
@@ -232,41 +240,107 @@ def test_budgets_are_slots_fractions_or_bytes():
     policy = choice.fit(spec, tokens=400)
     assert isinstance(policy, kvjax.SubGen) and (policy.per_cluster, policy.recent) == (2, 32)
     assert policy == kvjax.fit_bytes(choice.make, spec, spec.full_cache_bytes(400) // 2)
-    assert kvjax.PolicyChoice.parse("uniform@100").fit(spec, tokens=400) == kvjax.Uniform(100)
+    assert kvjax.PolicyChoice.parse("uniform@100 slots").fit(spec, tokens=400) == kvjax.Uniform(100)
     # Bytes are for a sequence, over all layers.
     of_bytes = kvjax.PolicyChoice.parse("uniform@400KiB").fit(spec, tokens=400)
     assert of_bytes == kvjax.fit_bytes(kvjax.Uniform, spec, 200 * 1024)
-    with pytest.raises(ValueError, match="budget='100' is in slots, not in bytes"):
-        kvjax.PolicyChoice.parse("uniform@100").budget.limit(spec, 400)
+    with pytest.raises(ValueError, match="budget='100 slots' is in slots, not in bytes"):
+        kvjax.PolicyChoice.parse("uniform@100 slots").budget.limit(spec, 400)
+
+
+@pytest.mark.parametrize(
+    "budget, text, size",
+    [
+        ("25%", "25%", {"fraction": 0.25}),
+        (" 12.5 %", "12.5%", {"fraction": 0.125}),
+        ("64MiB", "64MiB", {"bytes": 2**26}),
+        ("100 MB", "100MB", {"bytes": 10**8}),
+        ("1GB", "1GB", {"bytes": 10**9}),
+        ("1.5kB", "1.5kB", {"bytes": 1500}),
+        ("256 slots", "256 slots", {"slots": 256}),
+        ("256slots", "256 slots", {"slots": 256}),
+        (256, "256 slots", {"slots": 256}),
+        (np.int64(1), "1 slots", {"slots": 1}),
+    ],
+)
+def test_budgets_have_a_unit_or_are_integers(budget, text, size):
+    parsed = Budget.of(budget)
+    assert parsed == Budget(text, **size) == Budget.of(str(parsed)) == Budget.of(parsed)
+
+
+@pytest.mark.parametrize("budget", [True, None, 0.25, 25.0, ["25%"], "", "%", "-1%", "٣%", "1e3 slots"])
+def test_other_values_are_no_budgets(budget):
+    with pytest.raises(ValueError, match=r"^budget="):
+        Budget.of(budget)
+
+
+@pytest.mark.parametrize(
+    "budget, tokens, is_small",
+    [
+        (25, 1000, True),
+        (63, 1000, True),
+        (64, 1000, False),
+        (64, 3000, True),
+        (25, 20, False),
+        (25, 25, False),
+        ("2.9%", 1000, True),
+        ("3%", 1000, False),
+        ("1000B", 1000, True),
+        ("64KiB", 1000, False),
+    ],
+)
+def test_a_small_budget_warns_once(budget, tokens, is_small):
+    spec, size = make_spec(prompt=tokens), Budget.of(budget)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        for _ in range(3):
+            size.warn_if_small(spec, tokens)
+    assert len(caught) == is_small
+    if is_small:
+        assert issubclass(caught[0].category, SmallBudgetWarning)
+        assert f"budget={size} is less than 64 slots or 3% of the text: half of its facts or more are lost" in str(
+            caught[0].message
+        )
+        assert ("a share is written 25%" in str(caught[0].message)) == (budget == 25)
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("lru@10", r"policy 'lru' is unknown; choose auto or one of .*subgen"),
-        ("clusterkv_paper@10", r"policy 'clusterkv_paper' is unknown; .*clusterkv, clusterkv_residual"),
-        ("subgen:radius=2@100", r"unknown setting 'radius'; subgen has .*recent"),
-        ("subgen:budget=10@100", r"unknown setting 'budget'"),
-        ("subgen:storage=int8@100", r"unknown setting 'storage'"),
-        ("subgen:recent@100", r"'recent' must have the form setting=value"),
-        ("subgen:recent=many@100", r"recent='many' must be int"),
-        ("subgen:recent=0.5@100", r"recent=0.5 must be int"),
-        ("subgen:recent=True@100", r"recent=True must be int"),
-        ("balancekv:decode=best@100", r"decode='best' must be 'weights' or 'scaled'"),
-        ("h2o:average=maybe@100", r"average='maybe' must be bool"),
-        ("subgen:growth=fast@100", r"growth='fast' must be float"),
-        ("subgen:recent=-1@100", r"recent=-1 must be at least 0"),
-        ("balancekv_theory:value_exponents=(0)@100", r"value_exponents=0 must be"),
-        ("uniform:host_steps=1@100", r"HostMemory needs a retrieval policy .*Uniform"),
-        ("uniform:alpha_safeguard=1@100", r"policy=Uniform.* must be TopKPolicy"),
-        ("uniform@half", r"budget='half' is not a budget; pass slots \(1024\), a fraction \(25%\) or bytes \(64MiB\)"),
-        ("uniform@10GB", r"budget='10GB'"),
+        ("lru@10 slots", r"policy 'lru' is unknown; choose auto or one of .*subgen"),
+        ("clusterkv_paper@10 slots", r"policy 'clusterkv_paper' is unknown; .*clusterkv, clusterkv_residual"),
+        ("subgen:radius=2@100 slots", r"unknown setting 'radius'; subgen has .*recent"),
+        ("subgen:budget=10@100 slots", r"unknown setting 'budget'"),
+        ("subgen:storage=int8@100 slots", r"unknown setting 'storage'"),
+        ("subgen:recent@100 slots", r"'recent' must have the form setting=value"),
+        ("subgen:recent=many@100 slots", r"recent='many' must be int"),
+        ("subgen:recent=0.5@100 slots", r"recent=0.5 must be int"),
+        ("subgen:recent=True@100 slots", r"recent=True must be int"),
+        ("balancekv:decode=best@100 slots", r"decode='best' must be 'weights' or 'scaled'"),
+        ("h2o:average=maybe@100 slots", r"average='maybe' must be bool"),
+        ("subgen:growth=fast@100 slots", r"growth='fast' must be float"),
+        ("subgen:recent=-1@100 slots", r"recent=-1 must be at least 0"),
+        ("balancekv_theory:value_exponents=(0)@100 slots", r"value_exponents=0 must be"),
+        ("uniform:host_steps=1@100 slots", r"HostMemory needs a retrieval policy .*Uniform"),
+        ("uniform:alpha_safeguard=1@100 slots", r"policy=Uniform.* must be TopKPolicy"),
+        (
+            "uniform@half",
+            r"budget='half' is not a budget; pass a share \(25%\), bytes \(64MiB\) or slots .*\(256 slots\)",
+        ),
+        ("uniform@10Mb", r"budget='10Mb' is not a budget"),
+        ("uniform@2.5 slots", r"budget='2.5 slots' is not a budget"),
+        (
+            "uniform@25",
+            r"budget='25' has no unit; pass '25%' for a share of the full cache or '25 slots' for slots per ",
+        ),
+        ("uniform@410", r"budget='410' has no unit; pass '410 slots' for slots per KV head"),
+        ("uniform@12.5", r"budget='12.5' has no unit; pass '12.5%' for a share of the full cache$"),
         ("uniform@250%", r"budget=250% exceeds the full cache; pass at most 100%"),
         ("uniform@0%", r"budget=0% is an empty cache; pass more than 0"),
-        ("uniform@0", r"budget=0 is an empty cache"),
+        ("uniform@0 slots", r"budget=0 slots is an empty cache"),
         ("uniform@0.0MiB", r"budget=0.0MiB is an empty cache"),
-        ("uniform@0.5", r"budget='0.5' is not a budget; pass slots \(1024\), 50% for this fraction or bytes \(64MiB\)"),
-        ("exact@10", r"exact keeps everything and takes no budget"),
+        ("uniform@0.5", r"budget='0.5' is a fraction; pass '50%'"),
+        ("exact@10 slots", r"exact keeps everything and takes no budget"),
     ],
 )
 def test_invalid_text_is_refused(text, message):
@@ -282,7 +356,7 @@ def test_a_registered_policy_has_a_name_in_text(monkeypatch):
         pass
 
     assert kvjax.register("mine", Mine) is kvjax.register("mine", Mine) is Mine
-    assert kvjax.PolicyChoice.parse("mine:sinks=2@128").make() == Mine(128, sinks=2)
+    assert kvjax.PolicyChoice.parse("mine:sinks=2@128 slots").make() == Mine(128, sinks=2)
     with pytest.raises(ValueError, match="name='mine' is already registered for Mine"):
         kvjax.register("mine", kvjax.Uniform)
     with pytest.raises(ValueError, match="name='My policy' must consist of lower-case letters"):

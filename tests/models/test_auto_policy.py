@@ -5,12 +5,15 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.budget import Budget
 from kvjax.combinators.head_budgets import retrieving_heads
 from kvjax.registry import PolicyChoice
+from kvjax_models.cli.generate import Generate
 from kvjax_models.generation.auto_policy import resolve_auto
 from kvjax_models.generation.state import cache_specs
 from kvjax_models.model.llama import Llama
 from kvjax_models.profile import FRACTIONS, Profile
+from tests.models import tiny
 from tests.models.support import small_config
 
 LAYERS, KV_HEADS = 10, 2
@@ -97,8 +100,8 @@ def test_budgets_follow_the_needs_of_few_heads(model):
 
 def test_any_policy_takes_the_heads_of_a_profile(model):
     choice, budget, kv_dtype = resolve(model, "chelsea:heads=auto@25%", profile=make_profile(NEEDS))
-    assert (budget, kv_dtype) == (None, None)
-    shares = make_profile(NEEDS).shares(0.125)  # the model is in float32
+    assert (budget, kv_dtype) == (None, "int8")
+    shares = make_profile(NEEDS).shares(0.485)  # of the tokens
     assert choice.make(100) == kvjax.HeadBudgets(kvjax.Chelsea(100, compact_every=16), shares)
     for heads in ("auto", make_profile(NEEDS)):
         same, *_ = resolve(model, "chelsea", "25%", profile=make_profile(NEEDS), heads=heads)
@@ -109,6 +112,65 @@ def test_any_policy_takes_the_heads_of_a_profile(model):
     assert of_class(100) == kvjax.HeadBudgets(kvjax.SnapKV(100), SHARES)
     value, *_ = resolve(model, kvjax.SnapKV(100), heads=SHARES)
     assert value == kvjax.HeadBudgets(kvjax.SnapKV(100), SHARES)
+
+
+@pytest.mark.parametrize("policy", ["chelsea", "balancekv", "subgen_mean", "snapkv", "clusterkv"])
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [("25%", "int8"), ("20%", "int8"), ("12.5%", "int4"), ("3%", ("int4", "int2")), ("64KiB", "int4"), (250, None)],
+)
+def test_heads_of_a_profile_have_the_format_of_auto(model, policy, budget, expected):
+    """64 KiB in 10 layers are 7% of 1,000 tokens; slots of fewer bits would hold no more tokens."""
+    size, profile = str(Budget.of(budget)), make_profile(NEEDS)
+    for arguments, heads in ((f"{policy}:heads=auto@{size}", None), (policy, "auto"), (policy, profile)):
+        given = None if "@" in arguments else budget
+        assert resolve(model, arguments, given, profile=profile, heads=heads)[2] == expected
+        for named in ("bfloat16", "int2"):
+            assert resolve(model, arguments, given, named, profile=profile, heads=heads)[2] == named
+    if expected is not None:
+        assert resolve(model, "auto", budget, profile=profile)[2] == expected
+    # Shares without a profile, and no heads at all, change no format.
+    assert resolve(model, policy, budget, profile=profile, heads=SHARES)[2] is None
+    assert resolve(model, policy, budget, profile=profile)[2] is None
+
+
+@pytest.mark.parametrize("policy", ["chelsea", "balancekv", "subgen_mean", "snapkv"])
+@pytest.mark.parametrize(("budget", "named"), [("25%", "int8"), ("12.5%", "int4"), ("3.2%", ("int4", "int2"))])
+def test_caches_without_a_format_equal_those_with_the_format_named(monkeypatch, policy, budget, named):
+    """In Python, and on command lines, whose options a server has, too."""
+    monkeypatch.setattr("kvjax_models.profile.find_or_measure", lambda *_, **__: make_profile(NEEDS))
+    llm = tiny.make_llm(layers=LAYERS)
+    text = f"{policy}:heads=auto"
+    of_command = Generate(model="tiny", policy=text, budget=budget)
+    chosen = [llm.cache(policy, budget, heads="auto"), llm.cache(f"{text}@{budget}"), of_command.cache(llm)]
+    expected = llm.cache(text, budget, kv_dtype=named)
+    sizes = {"max_prompt_tokens": 4096, "max_new_tokens": 64}
+    for cache in chosen:
+        for one, other in (
+            (cache.document_generator(4096, 64), expected.document_generator(4096, 64)),
+            (cache.generator(**sizes), expected.generator(**sizes)),
+        ):
+            assert one.kv_dtype == other.kv_dtype == named
+            assert one.policies == other.policies and one.row_bytes == other.row_bytes
+            assert one.row_bytes <= float(budget[:-1]) / 100 * sum(s.full_cache_bytes(s.capacity) for s in one.specs)
+    in_16_bits = llm.cache(text, budget, kv_dtype="bfloat16").document_generator(4096, 64)
+    assert in_16_bits.kv_dtype == "bfloat16" and in_16_bits.policies != chosen[0].document_generator(4096, 64).policies
+
+
+@pytest.mark.parametrize("tokens", [997, 1001, 1003])
+def test_a_share_decides_the_format_at_every_length(model, tokens):
+    """A fifth of the bytes of 1,003 tokens is not an integer."""
+    assert resolve(model, "auto", "20%", tokens=tokens, profile=make_profile(NEEDS))[2] == "int8"
+    assert resolve(model, "auto", "5%", tokens=tokens, profile=make_profile(NEEDS))[2] == "int4"
+
+
+def test_a_format_that_the_heads_cannot_have_is_refused():
+    narrow = Llama(small_config(head_dim=12), rngs=nnx.Rngs(0))
+    for policy in ("auto", "snapkv:heads=auto"):
+        with pytest.raises(
+            ValueError, match="'int4' needs heads with a multiple of 8 dimensions, got 12; pass kv_dtype='i"
+        ):
+            resolve(narrow, policy, "10%", profile=make_profile(NEEDS))
 
 
 def test_policies_without_heads_do_not_need_a_profile(model):

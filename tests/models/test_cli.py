@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,15 +38,34 @@ def answer():
     return load(tiny.directory()).generate(CONTEXT + QUESTION, max_new_tokens=8)
 
 
-def test_generate_from_a_file_a_pipe_and_an_option(kvjax, answer, tmp_path):
+def test_generate_from_a_file_a_pipe_and_an_option(kvjax, answer, tmp_path, monkeypatch):
     text = CONTEXT + QUESTION
     (tmp_path / "prompt.txt").write_text(text, "utf-8-sig")  # with a byte order mark
     options = ("generate", MODEL, "--max_new_tokens", "8")
     policy = ("--policy=uniform:recent=16", "--budget=90%")
     assert "of a full bfloat16 cache" in kvjax(*options, *policy, f"--prompt_file={tmp_path / 'prompt.txt'}").err
-    for prompt in (("--prompt_file", "-"), ("--prompt", text, "--dtype=bfloat16")):
+    for prompt in (("--prompt_file", "-"), (), ("--prompt", text, "--dtype=bfloat16")):
         output = kvjax(*options, *prompt, stdin=text).out
         assert output.strip() == answer.strip() or "bfloat16" in prompt[-1]
+    with pytest.raises(SystemExit, match="kvjax: the prompt is empty; pass --prompt TEXT"):
+        kvjax(*options, stdin="")
+    monkeypatch.setattr("kvjax_models.cli.generate._is_piped", lambda: False)  # a terminal
+    with pytest.raises(SystemExit, match="kvjax: a prompt is required: --prompt TEXT, --prompt_file FILE"):
+        kvjax(*options, stdin=text)
+
+
+def test_summaries_of_short_prompts_say_what_is_held(kvjax):
+    options = ("generate", MODEL, "--max_new_tokens=2", "--prompt=Read the record.")
+    full = kvjax(*options).err
+    assert re.search(r"cache [\d.]+ KiB on the device, a full bfloat16 cache takes [\d.]+ KiB, 0 B on the host", full)
+    assert "on the device, holds 100%: the text is short, 0 B on the host" in kvjax(*options, "--policy=snapkv").err
+
+
+def test_warnings_are_one_line(tmp_path):
+    (tmp_path / "book.txt").write_text("A book.")
+    process = run_bash(f"cd {tmp_path}; $KVJAX generate {MODEL} --prompt book.txt --max_new_tokens=2 --quiet")
+    assert process.returncode == 0 and process.stderr.startswith("kvjax: the text 'book.txt' is the name of a file")
+    assert len(process.stderr.splitlines()) == 1
 
 
 def test_progress_and_summary(kvjax, monkeypatch):
@@ -83,10 +103,10 @@ def test_generate_asks_a_saved_document(kvjax, answer, tmp_path):
     question.write_text(QUESTION)
     saved = kvjax("generate", MODEL, f"--prompt_file={context}", "--max_new_tokens=64", f"--save_document={document}")
     assert "tokens read and saved" in saved.err
-    with pytest.raises(SystemExit, match="already has saves of step 0"):
+    with pytest.raises(SystemExit, match="already has a saved document; open it"):
         kvjax("generate", MODEL, "--prompt=another text", f"--save_document={document}")
     with pytest.raises(SystemExit, match=r"--policy is that of the saved document, cache\(policy='exact'\)"):
-        kvjax("generate", MODEL, f"--document={document}", "--prompt=x", "--policy=streaming_llm@64")
+        kvjax("generate", MODEL, f"--document={document}", "--prompt=x", "--policy=streaming_llm@64 slots")
     questions = [f"--prompt_file={question}"] * 2
     output = kvjax("generate", MODEL, f"--document={document}", *questions, "--max_new_tokens=8").out
     answers = output.split(f"== {question}\n")[1:]
@@ -156,13 +176,14 @@ def test_invalid_lines_are_refused(kvjax, tmp_path, line, message):
 def test_bench_compares_with_the_full_cache(kvjax):
     output = kvjax(
         "bench", MODEL, "--context_tokens=300", "--tokens=4", "--turns=2", "--policy=uniform:recent=16",
-        "--policy=streaming_llm@96", "--budget=100%",
+        "--policy=streaming_llm@96 slots", "--budget=100%",
     ).out  # fmt: skip
     head, columns, *lines = output.splitlines()
     assert head == "300 tokens, batch 1" and columns.split()[:2] == ["policy", "cache"]
-    shares = {line.split()[0]: float(line.split()[3].strip("%")) for line in lines}
-    assert list(shares) == ["exact", "uniform:recent=16@100%", "streaming_llm@96"]
-    assert shares["streaming_llm@96"] < shares["uniform:recent=16@100%"] <= 100 < shares["exact"]  # float32
+    cells = [re.split(" {2,}", line) for line in lines]
+    shares = {policy: float(share.strip("%")) for policy, _, share, *_ in cells}
+    assert list(shares) == ["exact", "uniform:recent=16@100%", "streaming_llm@96 slots"]
+    assert shares["streaming_llm@96 slots"] < shares["uniform:recent=16@100%"] <= 100 < shares["exact"]  # float32
 
 
 @pytest.mark.parametrize("word", ["--version", "--help", "models", "policies"])
@@ -191,8 +212,20 @@ def test_policies_lists_all_policies_and_settings(kvjax):
     ("args", "message"),
     [
         (("generate", "--prompt=x"), "kvjax: --model is required"),
-        (("generate", MODEL), "kvjax: a prompt is required: --prompt TEXT, --prompt_file FILE"),
-        (("generate", MODEL, "--prompt_file=no_such_file"), "No such file"),
+        (("generate", MODEL, "--prompt="), "kvjax: the prompt is empty; pass --prompt TEXT, --prompt_file FILE (- for"),
+        (("generate", MODEL, "--prompt_file=no_such_file"), "kvjax: no_such_file does not exist"),
+        (("generate", MODEL, "--prompt_file=/"), "kvjax: / cannot be used: Is a directory"),
+        (("generate", MODEL, "--prompts_file=no_such_file", "--output=y"), "kvjax: no_such_file does not exist"),
+        (("bench", MODEL, "--prompt_file=no_such_file"), "kvjax: no_such_file does not exist"),
+        (("chat", MODEL, "--prompt_file=no_such_file"), "kvjax: no_such_file does not exist"),
+        (("calibrate", str(tiny.directory()), "--text=no_such_file"), "kvjax: no_such_file does not exist"),
+        (("generate", MODEL, "--prompt=x", "--document=no_such_file"), "no_such_file has no saved document"),
+        (
+            ("generate", MODEL, "--prompt=x", "--policy=snapkv:heads=no_such_file"),
+            "kvjax: policy snapkv:heads=no_such_file: no_such_file does not exist",
+        ),
+        (("generate", MODEL, "--prompt=x", "--policy=uniform", "--budget=25"), "budget='25' has no unit; pass '25%'"),
+        (("generate", MODEL, "--prompt=x", "--policy=uniform@25"), "budget='25' has no unit; pass '25%' for"),
         (("generate", MODEL, "--prompt=x", "--prompt_file=-"), "kvjax: several texts require --document"),
         (("generate", MODEL, "--prompt=x", "--resume"), "kvjax: --resume requires --save_dir"),
         (("generate", MODEL, "--prompt=x", "--policy=no_such"), "kvjax: policy 'no_such' is unknown"),
@@ -217,7 +250,10 @@ def test_policies_lists_all_policies_and_settings(kvjax):
         (("generate", MODEL, "--prompts_file=x"), "kvjax: --prompts_file and --output require each other"),
         (("generate", MODEL, "--prompts_file=x", "--output=y", "--prompt=z"), "cannot be combined with --prompt"),
         (("generate", MODEL, "--prompt=x", "--budget=50%"), "--budget=50% has no effect on --policy=exact, which"),
-        (("bench", MODEL, "--policy=uniform@64", "--budget=50%"), "--policy=uniform@64 has a budget; remove it"),
+        (
+            ("bench", MODEL, "--policy=uniform@64 slots", "--budget=50%"),
+            "--policy=uniform@64 slots has a budget; remove it",
+        ),
         (("download", "no_such"), "kvjax: model 'no_such' is unknown; choose one of smollm2-135m, gemma-3-270m"),
         (("chat", MODEL), "kvjax: this checkpoint has no chat template"),
         (("policies", "no_such"), "kvjax: policy 'no_such' is unknown; choose auto or one of attention_matching"),
@@ -299,6 +335,7 @@ def test_an_interrupt_ends_the_command_within_a_second(tmp_path):
         (("generate", MODEL, "--prompt=x", "stray"), "unknown arguments: ['stray']"),
         (("generate", "--modle=x", "--prompt=x"), "unknown option --modle; did you mean '--model'?"),
         (("generate", MODEL, "--top_k=two"), "invalid int value: 'two'"),
+        (("generate", MODEL, "--dtype=int3"), "invalid choice: 'int3' (choose from 'float32', 'bfloat16', 'float16')"),
         (("no_such",), "invalid choice: 'no_such'"),
     ],
 )
@@ -310,11 +347,24 @@ def test_invalid_arguments_are_refused(args, message, capsys):
 
 def test_flags_may_have_hyphens(kvjax, tmp_path):
     (tmp_path / "prompt-file").write_text("Read the record.")
-    args = ("generate", MODEL, "--max-new-tokens=2", "--policy=uniform:recent=1@64")
+    args = ("generate", MODEL, "--max-new-tokens=2", "--policy=uniform:recent=1@64 slots")
     expected = kvjax(*args, "--prompt-file", str(tmp_path / "prompt-file")).out
     assert kvjax(*args, f"--prompt-file={tmp_path / 'prompt-file'}").out == expected
     options = cli.parse(["kvjax", "generate", "--prompt=--a-b", "--save-every=3"]).command
     assert (options.prompt, options.save_every) == ("--a-b", 3)
+
+
+@pytest.mark.parametrize(
+    "command", ["generate", "chat", "serve", "bench", "policies", "models", "download", "calibrate"]
+)
+def test_help_has_no_empty_defaults_and_no_names_of_types(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.parse(["kvjax", command, "--help"])
+    text = capsys.readouterr().out
+    assert not re.search(r"\(default:\s+(None|\[\])?\)|\[Literal\]|typing|\[(str|int|float)\]", text), text
+    assert ("--dtype {float32,bfloat16,float16}" in text) == (
+        command in ("generate", "chat", "serve", "bench", "calibrate")
+    )
 
 
 def test_version(capsys):
@@ -327,7 +377,5 @@ def test_help_shows_options_with_defaults(capsys):
     with pytest.raises(SystemExit):
         cli.parse(["kvjax", "generate", "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert (
-        "--budget [str] Slots per KV head (1024), bytes (64MiB), or a share of the full cache; 25% by default." in text
-    )
+    assert 'Share of the full cache (25%), bytes (64MiB), or slots per KV head ("256 slots"); 25% by default.' in text
     assert "--mesh_tensor int Devices per group; they share the work of every layer. (default: 1)" in text

@@ -465,7 +465,7 @@ def test_continuations_of_invalid_types_are_refused(wrong):
         read().generate(wrong)
 
 
-@pytest.mark.parametrize("wrong", [1, 1.5, b"x", None, {"role": "user", "content": "x"}, ["x"], [], [1.5]])
+@pytest.mark.parametrize("wrong", [1, 1.5, b"x", None, {"role": "user", "content": "x"}, ["x"], [1.5]])
 def test_texts_of_invalid_types_are_refused(wrong):
     with pytest.raises(TypeError, match="a text must be a string, messages or token ids"):
         llm().cache(EXACT).read(wrong)

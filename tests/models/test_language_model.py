@@ -33,7 +33,7 @@ def test_text_equals_the_generators_tokens(llm):
         prompts, options = [llm.tokenizer.encode(text)], {"seed": seed, "eos": llm.tokenizer.eos_ids}
         [row], _ = generate(llm.model, policy, prompts, max_new_tokens=12, **options)
         expected.append(llm.tokenizer.decode(row))
-    for arguments in ((policy,), ("uniform:recent=32", 128), ("uniform:recent=32@128",)):
+    for arguments in ((policy,), ("uniform:recent=32", 128), ("uniform:recent=32@128 slots",)):
         assert llm.generate([TEXT, TEXT[9:]], *arguments, max_new_tokens=12) == expected
 
 
@@ -122,12 +122,58 @@ def test_a_relative_budget_is_a_share_of_the_full_cache(llm, policy):
         ("exact", "25%", "policy exact keeps everything and takes no budget; remove budget=25%"),
         (kvjax.Exact, 128, "Exact takes no budget; remove budget=128"),
         (kvjax.Exact(), 128, "keeps everything and takes no budget; remove budget=128"),
-        ("subgen", "1%", "budget=1% of 23 tokens: "),
+        ("snapvk", "25%", "policy 'snapvk' is unknown; did you mean 'snapkv'"),
+        ("snapkv", "25", "budget='25' has no unit; pass '25%' for a share of the full cache or '25 slots'"),
+        ("subgen", "1KiB", "budget=1KiB of 23 tokens: "),
     ],
 )
 def test_invalid_policies_and_budgets_are_refused(llm, policy, budget, message):
     with pytest.raises(ValueError, match=message):
         llm.generate("Once upon a time", policy, budget, max_new_tokens=6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("snapvk",), {}, "policy 'snapvk' is unknown; did you mean 'snapkv'"),
+        (("snapkv",), {}, "policy snapkv needs a budget: a share"),
+        (("snapkv", "25"), {}, "budget='25' has no unit"),
+        (("snapkv@25%", "25%"), {}, "policy snapkv@25% has a budget; remove it or budget=25%"),
+        (("auto@25%", "25%"), {}, "policy auto@25% has a budget; remove it or budget=25%"),
+        (("snapkv", "25%"), {"kv_dtype": "int5"}, "kv_dtype='int5' is not a quantization format"),
+        (("snapkv", "25%"), {"heads": "all"}, "heads='all' must be 'auto'"),
+        (("exact",), {"heads": "auto"}, "policy exact keeps everything; remove heads='auto'"),
+    ],
+)
+def test_options_of_a_cache_are_refused_before_it_is_used(llm, arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        llm.cache(*arguments, **options)
+    with pytest.raises(TypeError, match="policy=5 must be a name, a class of policies or a policy"):
+        llm.cache(5)
+
+
+def test_unknown_keywords_get_a_suggestion(llm):
+    cache = llm.cache()
+    document, engine = cache.read(TEXT, max_new_tokens=8), cache.engine(max_prompt_tokens=8)
+    calls = [
+        (llm.generate, "max_tokens", "max_new_tokens"),
+        (llm.generate, "kv_dtyp", "kv_dtype"),
+        (llm.cache, "kv_dtyp", "kv_dtype"),
+        (cache.generate, "max_tokens", "max_new_tokens"),
+        (cache.stream, "top_pp", "top_p"),
+        (cache.generate_many, "batchsize", "batch_size"),
+        (cache.read, "max_tokens", "max_new_tokens"),
+        (document.ask, "temprature", "temperature"),
+        (document.generate, "stop_", "stop"),
+        (engine.add, "max_tokens", "max_new_tokens"),
+        (load, "dtyp", "dtype"),
+    ]
+    for function, name, suggestion in calls:
+        with pytest.raises(TypeError, match=f" has no argument '{name}'; did you mean '{suggestion}'?"):
+            function("x", **{name: 1})
+    for function in (cache.stream, document.ask):
+        with pytest.raises(TypeError, match="has no argument 'n'; it has .*max_new_tokens, .*temperature"):
+            function("x", n=2)
 
 
 def test_checkpoints_in_bfloat16_are_computed_in_float32_on_cpus(llm, tmp_path):

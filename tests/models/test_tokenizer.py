@@ -148,6 +148,10 @@ def test_truncation_and_padding_of_training_are_disabled(backend, tmp_path):
         ({"generation_config": {"eos_token_id": [5, 7]}, "config": {"eos_token_id": 2}}, (5, 7)),
         ({"generation_config": {"eos_token_id": None}, "config": {"eos_token_id": 2}}, (2,)),
         ({"config": {"eos_token_id": [3]}}, (3,)),
+        ({"config": {"eos_token_id": None, "text_config": {"eos_token_id": [3, 4]}}}, (3, 4)),
+        ({"config": {"eos_token_id": 2, "text_config": {"eos_token_id": [3, 4]}}}, (2,)),
+        ({"generation_config": {"eos_token_id": 5}, "config": {"text_config": {"eos_token_id": 3}}}, (5,)),
+        ({"config": {"text_config": None}, "tokenizer_config": {"eos_token": BOS}}, ("bos",)),
         ({"tokenizer_config": {"eos_token": BOS}}, "bos"),
         ({"special_tokens_map": {"eos_token": {"content": BOS}}}, "bos"),
         # The end of the assistant's turn is added to the end of the text.

@@ -80,7 +80,7 @@ def install(tmp_path, *arguments):
 
 def run_command(python, tmp_path):
     """Returns the output of the installed command."""
-    options = ("--prompt=Once upon a time", "--policy=subgen", "--budget=128", "--max_new_tokens=8")
+    options = ("--prompt=Once upon a time", "--policy=subgen", "--budget=128 slots", "--max_new_tokens=8")
     text = run(tmp_path, python.parent / "kvjax", "generate", f"--model={CHECKPOINT}", *options)
     assert text.strip()
     return text

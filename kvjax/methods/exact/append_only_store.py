@@ -11,7 +11,7 @@ from kvjax.distributed.collectives import global_slots, local_slot, local_stop, 
 from kvjax.quantization import QuantizedArray, empty_quantized, write_entries
 from kvjax.segment import Segment
 from kvjax.shared.staging import Tokens
-from kvjax.spec import CacheSpec
+from kvjax.spec import TILE, CacheSpec
 from kvjax.state import fault, state
 from pallas_kernels.weighted_decode import SLOT_BLOCK
 
@@ -37,10 +37,12 @@ def init_append_only_store(spec: CacheSpec, max_prompt_tokens: int) -> AppendOnl
         max_prompt_tokens: tokens of the longest prompt.
 
     Returns:
-        A store for such a prompt and `spec.max_new_tokens`, rounded up to blocks of attention on every device.
+        A store for such a prompt and `spec.max_new_tokens`, rounded up to blocks of attention on every device, or to
+        tiles if a tile is less than a block.
     """
-    block = SLOT_BLOCK * spec.sequence_shards
-    slots = -(-(max_prompt_tokens + spec.max_new_tokens) // block) * block
+    tokens = max_prompt_tokens + spec.max_new_tokens
+    block = (SLOT_BLOCK if tokens > SLOT_BLOCK else TILE) * spec.sequence_shards
+    slots = -(-tokens // block) * block
     shape, formats = (spec.batch, spec.kv_heads, slots), spec.kv_formats
     count, overflow = jnp.zeros(spec.batch, jnp.int32), jnp.zeros(spec.batch, jnp.int32)
     if formats is None:

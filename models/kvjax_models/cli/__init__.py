@@ -14,7 +14,9 @@ from typing import Any
 from absl import app, logging
 
 import kvjax
+from kvjax.messages import describe_os_error
 from kvjax_models.cli import interrupts, parsing
+from kvjax_models.cli.output import write_status
 
 # Module and class of each command. A command is imported when it is called: most of them import JAX.
 _COMMANDS = {
@@ -62,13 +64,19 @@ def main(options: Kvjax) -> None:
     except (ValueError, OSError) as error:
         if os.environ.get(_TRACEBACK):
             raise
-        sys.exit(f"kvjax: {_cut(str(error))}")
+        message = describe_os_error(error) if isinstance(error, OSError) else str(error)
+        sys.exit(f"kvjax: {_cut(message)}")
 
 
 def _cut(message: str) -> str:
     """Returns a message without the middle if it is very long."""
     half = _MAX_MESSAGE // 2
     return message if len(message) <= _MAX_MESSAGE else f"{message[:half]} ... {message[-half:]}"
+
+
+def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Prints a warning as one line, without the code that gave it."""
+    write_status(f"kvjax: {message}")
 
 
 def _without_traceback(record: stdlib_logging.LogRecord) -> bool:
@@ -121,6 +129,7 @@ def run() -> None:
     Errors of a save are raised in the main thread. orbax and tensorstore print their tracebacks in others, too.
     """
     if not os.environ.get(_TRACEBACK):
+        warnings.showwarning = _print_warning
         logging.get_absl_logger().addFilter(_without_traceback)
         threading.excepthook = _ignore
         sys.unraisablehook = _print_in_main_thread

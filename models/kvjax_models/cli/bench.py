@@ -22,7 +22,7 @@ class Bench(ModelOptions):
     """Compares memory and speed of policies with the full cache, interleaved in one run."""
 
     policy: list[str] = repeatable("POLICY")  # As for `generate`; repeatable. By default auto.
-    budget: str | None = None  # Slots per KV head (1024), bytes (64MiB), or a share of the full cache; 25% by default.
+    budget: str | None = None  # As for `generate`.
     context_tokens: int = 4096  # Tokens of the prompt.
     prompt_file: str | None = None  # A text for the prompt, repeated as needed; random tokens by default.
     batch: int = 1  # Batch rows.

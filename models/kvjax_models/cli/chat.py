@@ -39,7 +39,8 @@ class Chat(GenerationOptions):
             write_output("\n")
         if conversation.state is not None:
             assert conversation.generator is not None
-            self.write_summary(describe_sizes(conversation.generator.cache_sizes(conversation.state)))
+            sizes = conversation.generator.cache_sizes(conversation.state)
+            self.write_summary(describe_sizes(sizes, conversation.generator.describe_share(sizes)))
 
 
 class Conversation:

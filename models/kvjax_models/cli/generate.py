@@ -1,6 +1,7 @@
 """`kvjax generate`: continues a text and prints it during generation.
 
     kvjax generate --model DIR --prompt_file FILE --policy auto --budget 25%
+    kvjax generate --model DIR < FILE
 
 A long run can save its state and be resumed:
 
@@ -19,6 +20,7 @@ Many prompts are processed by continuous batching (`cli.many`):
 
 import dataclasses
 import hashlib
+import sys
 from typing import Any
 
 import kvjax
@@ -33,6 +35,7 @@ from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.generation.state import GenerationState
 from kvjax_models.language_model import LanguageModel
+from kvjax_models.prompts import warn_of_file_name
 from kvjax_models.stopwatch import Stopwatch
 
 
@@ -40,7 +43,7 @@ from kvjax_models.stopwatch import Stopwatch
 class Generate(GenerationOptions):
     """Continues a text through a compressed cache and prints it during generation."""
 
-    prompt: str | None = None  # Text to continue.
+    prompt: str | None = None  # Text to continue; by default standard input, unless it is a terminal.
     prompt_file: list[str] = repeatable("FILE")  # File with the text, - for standard input; repeatable with --document.
     chat: bool = False  # Send the text as a user's message, in the model's chat template.
     streaming: bool = False  # Append the text to the cache in blocks; memory is independent of its length.
@@ -56,13 +59,22 @@ class Generate(GenerationOptions):
 
     def run(self) -> None:
         """Runs the command."""
+        inputs = (self.prompt, self.prompts_file, self.output)
+        if inputs == (None,) * 3 and not self.prompt_file and _is_piped():
+            dataclasses.replace(self, prompt_file=["-"]).run()
+            return
         _check_options(self)
+        warn_of_file_name(self.prompt)
         if self.prompts_file is not None:
             assert self.output is not None
             llm = self.load()
             many.complete_file(self, llm, self.prompts_file, self.output, self.batch_size, self.stop, self.resume)
             return
         texts = [*([self.prompt] if self.prompt is not None else []), *map(read_text, self.prompt_file)]
+        if "" in texts:
+            raise ValueError(
+                "the prompt is empty; pass --prompt TEXT, --prompt_file FILE (- for standard input) or --prompts_file"
+            )
         llm = self.load()
         if self.document is not None:
             _ask(self, llm.open(self.document), texts)
@@ -70,6 +82,11 @@ class Generate(GenerationOptions):
             _save_document(self, llm, texts[0], self.save_document)
         else:
             _continue_text(self, llm, texts[0])
+
+
+def _is_piped() -> bool:
+    """Returns whether standard input is a file or a pipe."""
+    return sys.stdin is not None and not sys.stdin.isatty()
 
 
 def _check_options(options: Generate) -> None:
@@ -119,7 +136,9 @@ def _save_document(options: Generate, llm: LanguageModel, text: str, directory: 
         streaming=options.streaming,
     )
     document.save(directory)
-    options.write_summary(f"{document.num_tokens} tokens read and saved", describe_sizes(document.sizes))
+    options.write_summary(
+        f"{document.num_tokens} tokens read and saved", describe_sizes(document.sizes, document.describe_share())
+    )
 
 
 def _ask(options: Generate, document: Document, texts: list[str]) -> None:
@@ -146,7 +165,7 @@ def _ask(options: Generate, document: Document, texts: list[str]) -> None:
         write_output(f"== {name}\n{completion.text}\n")
     options.write_summary(
         f"{len(texts)} answers about a text of {document.num_tokens} tokens",
-        describe_sizes(document.sizes),
+        describe_sizes(document.sizes, document.describe_share()),
         f"{format_bytes(usage.cache_bytes)} for the questions and answers",
     )
 
@@ -182,9 +201,10 @@ def _continue_text(options: Generate, llm: LanguageModel, text: str) -> None:
     seconds = stopwatch.seconds
     speed, state = _print_continuation(options, llm, generator, state, prompt, tokens, saves, run)
     action = "restored" if saves is not None and options.resume else "read"
+    sizes = generator.cache_sizes(state)
     options.write_summary(
         f"{len(prompt)} tokens {action} in {seconds:.2f} s, {speed}, {stopwatch.compile_seconds:.1f} s of compilation",
-        describe_sizes(generator.cache_sizes(state)),
+        describe_sizes(sizes, generator.describe_share(sizes)),
     )
 
 

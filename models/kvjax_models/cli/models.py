@@ -22,7 +22,7 @@ class Models:
 class Download:
     """Downloads a model of `kvjax models` with pip; prints its path."""
 
-    name: str = simple_parsing.field(positional=True)  # Name of the model.
+    name: str = simple_parsing.field(positional=True, metavar="NAME")  # Name of the model.
 
     def run(self) -> None:
         """Runs the command; raises the errors of `known_models.download`."""

@@ -6,7 +6,7 @@ import importlib.util
 import pathlib
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 import simple_parsing
@@ -22,6 +22,7 @@ from kvjax_models.formats import chat_template
 from kvjax_models.generation.auto_policy import DEFAULT_BUDGET
 from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.state import check_seed
+from kvjax_models.model.quantized import WeightDtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +30,14 @@ class ModelOptions:
     """The model and the devices it runs on."""
 
     model: str = ""  # A Hugging Face directory, a GGUF file, or a name of `kvjax models` or on the Hugging Face hub.
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None  # By default float32 on CPUs, else the checkpoint's.
-    weight_dtype: Literal["int8"] | None = None  # Stores weights in int8 with one scale per output channel.
+    # By default float32 on CPUs, else the checkpoint's.
+    dtype: str | None = simple_parsing.field(default=None, choices=["float32", "bfloat16", "float16"])
+    # Stores weights with one scale per output channel.
+    weight_dtype: WeightDtype | None = simple_parsing.field(default=None, choices=["int8"], type=str)
     seed: int = 0  # Seed of sampling and of the policies' randomness.
     devices: Devices = dataclasses.field(default_factory=Devices)
-    kv_dtype: str | None = None  # Of the cache: bfloat16, int8, fp8, int4, int3, int2, or KEYS,VALUES.
+    # Of the cache: bfloat16, int8, fp8, int4, int3, int2, or KEYS,VALUES; for auto and heads=auto by budget.
+    kv_dtype: str | None = None
     policy_module: str | None = None  # A Python file to run first; its policies are added with kvjax.register.
 
     @property
@@ -94,7 +98,8 @@ class GenerationOptions(ModelOptions):
     """How text is generated."""
 
     policy: str = "exact"  # NAME or NAME:setting=value,...; `kvjax policies` lists them.
-    budget: str | None = None  # Slots per KV head (1024), bytes (64MiB), or a share of the full cache; 25% by default.
+    # Share of the full cache (25%), bytes (64MiB), or slots per KV head ("256 slots"); 25% by default.
+    budget: str | None = None
     max_new_tokens: int = 256  # Maximum number of new tokens.
     temperature: float = 0.0  # 0 selects the most likely token.
     top_k: int | None = None  # Sample among the k most likely tokens.
@@ -207,7 +212,7 @@ def read_text(path: str) -> str:
 
     Raises:
         ValueError: if it is not UTF-8.
-        OSError: if standard input is closed.
+        OSError: if standard input is closed, or the file cannot be read.
     """
     if path == "-" and sys.stdin is None:
         raise OSError("standard input is closed; pass a file")
@@ -218,10 +223,17 @@ def read_text(path: str) -> str:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
-def describe_sizes(sizes: Mapping[str, int]) -> str:
-    """Describes the bytes of caches, as `Generator.cache_sizes` returns them."""
+def describe_sizes(sizes: Mapping[str, int], share: str) -> str:
+    """Describes the bytes of caches.
+
+    Args:
+        sizes: bytes, as `Generator.cache_sizes` returns them.
+        share: what `Generator.describe_share` returns.
+
+    Returns:
+        A part of a summary.
+    """
     return (
-        f"cache {format_bytes(sizes['cache_bytes'])} on the device, "
-        f"{sizes['cache_bytes'] / sizes['full_cache_bytes']:.1%} of a full bfloat16 cache, "
+        f"cache {format_bytes(sizes['cache_bytes'])} on the device, {share}, "
         f"{format_bytes(sizes['host_bytes'])} on the host; {format_bytes(sizes['read_bytes'])} read per token"
     )

@@ -12,7 +12,7 @@ from kvjax.messages import did_you_mean
 
 
 class HelpFormatter(simple_parsing.help_formatter.SimpleHelpFormatter):
-    """Omits internal names of argument groups, and escapes percent signs."""
+    """Omits internal names of argument groups and empty defaults, and escapes percent signs."""
 
     def start_section(self, heading: str | None) -> None:
         """Starts a group of arguments.
@@ -24,7 +24,15 @@ class HelpFormatter(simple_parsing.help_formatter.SimpleHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = super()._get_help_string(action)
+        if text and action.default in (None, "", []):  # its help says what happens without the option
+            text = text.removesuffix(" (default: %(default)s)")
         return text and re.sub(r"%(?!\()", "%%", text)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        # simple_parsing writes brackets around the value of an option that may be None, and none around a positional
+        # argument that may be omitted.
+        text = re.sub(r"^\[(\w+)\]$", r"\1", super()._format_args(action, default_metavar))
+        return f"[{text}]" if action.nargs == argparse.OPTIONAL and not action.option_strings else text
 
 
 def make_parser(description: str | None, **options: Any) -> simple_parsing.ArgumentParser:

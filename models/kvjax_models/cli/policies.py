@@ -18,7 +18,8 @@ _AUTO_SUMMARY = "The recommended policy: all tokens in the heads that retrieve, 
 class Policies:
     """Lists all policies, or the settings of one."""
 
-    name: str | None = simple_parsing.field(default=None, positional=True)  # A policy, to show its settings.
+    # A policy, to show its settings.
+    name: str | None = simple_parsing.field(default=None, positional=True, metavar="NAME")
 
     def run(self) -> None:
         """Runs the command.

@@ -95,8 +95,8 @@ def _prefix_ids(backend: tokenizers.Tokenizer, add_bos_token: bool | None, bos_t
 def _eos_ids(directory: pathlib.Path, backend: tokenizers.Tokenizer, eos_token: Any, template: str) -> tuple[int, ...]:
     """Returns the tokens that finish a sequence: the end of a text and the end of the assistant's turn.
 
-    generation_config.json has precedence over config.json, as in transformers. Both often name the end of a text only,
-    so `eos_token` and the end tokens in the chat template are added.
+    As in transformers, generation_config.json has precedence over config.json, and that over its text_config. They
+    often name the end of a text only, so `eos_token` and the end tokens in the chat template are added.
 
     Args:
         directory: directory of the files.
@@ -108,8 +108,15 @@ def _eos_ids(directory: pathlib.Path, backend: tokenizers.Tokenizer, eos_token: 
         ValueError: if they are not token ids.
     """
     ids: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        value = _read_optional(directory, name).get("eos_token_id")
+    config = _read_optional(directory, "config.json")
+    text_config = config.get("text_config")
+    sources = {
+        "generation_config.json": _read_optional(directory, "generation_config.json"),
+        "config.json": config,
+        "config.json: text_config": text_config if isinstance(text_config, Mapping) else {},
+    }
+    for name, values in sources.items():
+        value = values.get("eos_token_id")
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]

@@ -4,16 +4,18 @@
 with the highest scores of the profile's linear map (KVzap). It reads a prompt once:
 
 1. The format follows from the budget: from 20% of a full bfloat16 cache on tokens are stored in 8 bits, from 5% on in
-   4, and below that keys in 4 and values in 2.
+   4, and below that keys in 4 and values in 2. A `kv_dtype` has precedence; "bfloat16" stores 16 bits.
 2. The retrieving heads are the first ones of the profile's ranking, as many as `Profile.shares` allows.
 3. The staging buffer, which is not quantized, holds 16 tokens, or 8 if the budget is small. The newest tokens stay: an
    eighth of the kept ones, from 16 to 128.
 4. Later tokens, and those of streamed prompts, have scores, too. They have reserved slots, but in long generations the
    tokens of lowest score are dropped.
 
-Without a scorer SnapKV replaces KVzap, and Chelsea does if prompts are streamed. `heads="auto"` does 2 and 3 for any
-policy with a budget but retrieval policies, whose heads hold every token. In models with few KV heads (Gemma 3 270M),
-no head keeps every token: budgets follow the heads' needs, and tokens are stored in 8 bits from 50% on only.
+Without a scorer SnapKV replaces KVzap, and Chelsea does if prompts are streamed. In models with few KV heads (Gemma 3
+270M), no head keeps every token: budgets follow the heads' needs, and tokens are stored in 8 bits from 50% on only.
+
+`heads="auto"` does 1 to 3 for any policy with a budget. Two exceptions: a budget in slots, which holds no more tokens
+in fewer bits, keeps the dtype of the model, and the heads of retrieval policies, which hold every token, stay equal.
 """
 
 import dataclasses
@@ -85,33 +87,29 @@ def resolve_auto(
         ValueError: if `heads` is given twice, or for a policy without a budget.
     """
     choice = PolicyChoice.parse(policy) if isinstance(policy, str) else policy
+    check_heads(choice, heads)
     if heads is not None and isinstance(choice, PolicyChoice):
-        if "heads" in dict(choice.settings):
-            raise ValueError(f"policy {choice} has heads; remove them or heads={heads!r}")
-        if not choice.takes_budget:
-            raise ValueError(f"policy {choice} keeps everything; remove heads={heads!r}")
         choice = choice.with_settings(heads="auto")
     if heads is None and not (isinstance(choice, PolicyChoice) and choice.needs_profile):
         return policy, budget, kv_dtype
-    if isinstance(heads, str) and heads != "auto":
-        raise ValueError(f"heads={heads!r} must be 'auto', a profile, shares of the heads, or None")
-    if not isinstance(heads, tuple) and _is_retrieval(choice):
-        # Every head holds all tokens already; with more reads for some heads, fewer questions are answered.
-        return choice.without_profile() if isinstance(choice, PolicyChoice) else choice, budget, kv_dtype
     is_auto = isinstance(choice, PolicyChoice) and choice.is_auto
     size = choice.budget if isinstance(choice, PolicyChoice) else None
     if is_auto and budget is None and size is None:
         budget = DEFAULT_BUDGET
     size = size if budget is None else Budget.of(budget)
-    fraction = _fraction(size, spec, tokens)
+    is_in_bytes = size is not None and size.slots is None
+    fraction = 1.0 if size is None else size.share(spec, tokens)
     profile = heads if isinstance(heads, Profile) else None
     if profile is None and (is_auto or not isinstance(heads, tuple)):
         profile = find_profile()
-    if is_auto and kv_dtype is None:
+    if kv_dtype is None and (is_auto or (is_in_bytes and not isinstance(heads, tuple))):
         # A budget in slots holds no more tokens with fewer bits.
-        has_few_heads = profile is not None and profile.has_few_heads and (size is None or size.slots is None)
+        has_few_heads = profile is not None and profile.has_few_heads and is_in_bytes
         table = _FORMATS_WITH_FEW_HEADS if has_few_heads else _AUTO_FORMATS
         kv_dtype = next(formats for smallest, formats in table if fraction >= smallest)
+    if not isinstance(heads, tuple) and _is_retrieval(choice):
+        # Every head holds all tokens already; with more reads for some heads, fewer questions are answered.
+        return choice.without_profile() if isinstance(choice, PolicyChoice) else choice, budget, kv_dtype
     # In bytes, narrow formats keep more tokens.
     kept = fraction if size is not None and size.slots is not None else fraction * 16 / _bits(kv_dtype, spec)
     if isinstance(heads, tuple):
@@ -138,6 +136,25 @@ def resolve_auto(
         settings["reserve_decode_slots"] = spec.max_new_tokens <= _LARGEST_RESERVE * kept * tokens
     choice = choice.with_settings(**settings)
     return choice.without_profile() if shares is None else choice.with_shares(shares), budget, kv_dtype
+
+
+def check_heads(policy: AnyPolicy, heads: Heads) -> None:
+    """Checks the budgets of the heads of a policy.
+
+    Args:
+        policy: the policy; text is parsed already.
+        heads: as for `resolve_auto`.
+
+    Raises:
+        ValueError: if `heads` is invalid, given twice, or for a policy without a budget.
+    """
+    if heads is not None and isinstance(policy, PolicyChoice):
+        if "heads" in dict(policy.settings):
+            raise ValueError(f"policy {policy} has heads; remove them or heads={heads!r}")
+        if not policy.takes_budget:
+            raise ValueError(f"policy {policy} keeps everything; remove heads={heads!r}")
+    if isinstance(heads, str) and heads != "auto":
+        raise ValueError(f"heads={heads!r} must be 'auto', a profile, shares of the heads, or None")
 
 
 def _is_retrieval(policy: AnyPolicy) -> bool:
@@ -195,15 +212,6 @@ def resolve_windows(
     if budget is None and isinstance(policy, PolicyChoice):
         return dataclasses.replace(policy, budget=size), None
     return policy, size
-
-
-def _fraction(budget: Budget | None, spec: CacheSpec, tokens: int) -> float:
-    """Returns the fraction of a full bfloat16 cache, or of its tokens for a budget in slots; 1 without a budget."""
-    if budget is None:
-        return 1.0
-    if budget.slots is not None:
-        return budget.slots / max(tokens, 1)
-    return budget.limit(spec, tokens) / max(spec.full_cache_bytes(tokens), 1)
 
 
 def _bits(kv_dtype: KVFormat, spec: CacheSpec) -> float:

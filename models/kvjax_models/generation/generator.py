@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 import kvjax
 from kvjax.budget import row_bytes, row_read_bytes
 from kvjax.cache import layer_policy
-from kvjax.messages import shorten
+from kvjax.combinators.combined import CombinedPolicies
+from kvjax.messages import format_bytes, shorten
 from kvjax.policy import Policy
 from kvjax.quantization import KVDtype
 from kvjax.spec import check_integer
@@ -61,6 +62,8 @@ class Generator:
         context_tokens: maximum number of tokens of a sequence, also outside the caches; by default their capacity.
         continues_texts: whether rows continue frozen texts, which the methods then take as `texts`. The caches hold
             the up to `max_new_tokens` tokens after the texts, which have up to `max_prompt_tokens` tokens.
+        is_short: whether the share of a budget was less than the smallest cache of its policy, so that the caches hold
+            more.
 
     Raises:
         ValueError: if an argument is invalid, a policy does not support streaming, or a policy requires predicted
@@ -81,6 +84,7 @@ class Generator:
     scorer: Float[Array | np.ndarray, "L W+2 H_kv"] | None = None
     context_tokens: int = 0
     continues_texts: bool = False
+    is_short: bool = False
     policies: tuple[Policy, ...] = dataclasses.field(init=False)  # of every layer
     specs: tuple[kvjax.CacheSpec, ...] = dataclasses.field(init=False)  # of every layer
     block_size: int = dataclasses.field(init=False)  # tokens between two compactions of all layers
@@ -183,6 +187,27 @@ class Generator:
             "read_bytes": self._read_bytes + recurrent,
             "full_cache_bytes": full + recurrent,
         }
+
+    def describe_share(self, sizes: Mapping[str, int], tokens: int | None = None) -> str:
+        """Describes how much of a full cache is held.
+
+        Args:
+            sizes: bytes, as `cache_sizes` returns them.
+            tokens: length of the text; by default the capacity.
+
+        Returns:
+            The share of a full bfloat16 cache, or the bytes of that cache if it is the smaller one. For a short text,
+            which has more slots than its budget's share, the share of the tokens that have a slot.
+        """
+        if self.is_short:
+            policies = [policy for policy, spec in zip(self.policies, self.specs, strict=True) if spec.window is None]
+            tokens = self.specs[0].capacity if tokens is None else tokens
+            held = sum(_held_tokens(policy, tokens) for policy in policies) / (len(policies) * tokens)
+            return f"holds {int(100 * held)}%: the text is short"
+        share = sizes["cache_bytes"] / sizes["full_cache_bytes"]
+        if share > 1:
+            return f"a full bfloat16 cache takes {format_bytes(sizes['full_cache_bytes'])}"
+        return f"{share:.1%} of a full bfloat16 cache"
 
     @functools.cached_property
     def _read_bytes(self) -> int:
@@ -474,6 +499,16 @@ class Generator:
             # Two widths, because each is a program.
             width = self.block_size // 2 if np.max(count) <= self.block_size // 2 else self.block_size
             yield replicate(tokens[:, start : start + width], self.mesh), replicate(count, self.mesh)
+
+
+def _held_tokens(policy: Policy, tokens: int) -> float:
+    """Returns the number of tokens for which a KV head has slots, on average over the heads of a layer."""
+    if isinstance(policy, CombinedPolicies):
+        return sum(_held_tokens(one, tokens) for one in policy.policies) / len(policy.policies)
+    if policy.is_retrieval or not hasattr(policy, "budget"):
+        inner = getattr(policy, "policy", None)
+        return tokens if policy.is_retrieval or inner is None else _held_tokens(inner, tokens)
+    return min(policy.budget, tokens)
 
 
 def generate(

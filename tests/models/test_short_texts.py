@@ -1,0 +1,204 @@
+"""Budgets of short texts: a share holds as much as the smallest cache that works, and says so."""
+
+import re
+import warnings
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.budget import Budget, SmallBudgetWarning, fit_bytes, fit_share, limited_bytes
+from kvjax.registry import POLICIES
+from kvjax.spec import TILE
+from kvjax_models.document import open_document
+from kvjax_models.generation import auto_policy
+from kvjax_models.profile import FRACTIONS, Profile
+from tests.kvjax.support import make_spec
+from tests.models import tiny
+
+TEXT = "My cat is called Bo."
+NAMES = [name for name in POLICIES if name != "exact"]
+# One policy per kind of store that a short text may be held in.
+RUN = (
+    "auto",
+    "snapkv",
+    "snapkv:heads=auto",
+    "chelsea:heads=auto",
+    "balancekv",
+    "subgen_mean",
+    "clusterkv",
+    "h2o",
+    "quest",
+)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return tiny.make_lively_llm()
+
+
+@pytest.fixture(autouse=True)
+def profile(monkeypatch):
+    """A profile without scorer, in place of one that is measured."""
+    needs = np.tile(np.linspace(0.1, 0.9, 4).reshape(2, 2), (len(FRACTIONS), 1, 1))
+    profile = Profile(needs, np.zeros(0), None, *(np.zeros(0),) * 3)
+    monkeypatch.setattr("kvjax_models.profile.find_or_measure", lambda *_, **__: profile)
+
+
+@pytest.mark.parametrize("share", ["3%", "25%", "100%"])
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_share_of_a_short_text_holds_the_smallest_cache(name, tokens, share):
+    spec, make, full = make_spec(prompt=tokens, new=16), POLICIES[name], kvjax.Exact(16)
+    limit = Budget.of(share).limit(spec, spec.capacity)
+    policy = fit_share(make, spec, limit, full)
+    held = limited_bytes(policy, spec)
+    if held <= limit:
+        assert policy == full or policy == fit_bytes(make, spec, limit)
+        return
+    assert held <= limited_bytes(full, spec)
+    if policy != full:
+        assert policy.budget % TILE == 0
+        with pytest.raises(
+            ValueError, match="budget|slots|limit|recent"
+        ):  # no smaller one has a slot to choose tokens for
+            limited_bytes(make(policy.budget - TILE - 1), spec)
+
+
+@pytest.mark.parametrize("name", ["auto", "snapkv", "chelsea", "uniform"])
+def test_a_larger_share_holds_no_less(llm, name):
+    """From a short text to one that is not, in both directions."""
+    for tokens in (20, 60, 200):
+        held = [llm.cache(name, f"{share}%").document_generator(tokens, 16).row_bytes for share in range(5, 101, 19)]
+        assert held == sorted(held)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_share_of_a_long_text_is_as_before(name):
+    spec = make_spec(prompt=4000, new=64)
+    limit = spec.full_cache_bytes(4064) // 4
+    policy = fit_share(POLICIES[name], spec, limit, kvjax.Exact(16))
+    assert policy == fit_bytes(POLICIES[name], spec, limit) and limited_bytes(policy, spec) <= limit
+
+
+@pytest.mark.parametrize("budget", ["3%", "25%", "100%"])
+@pytest.mark.parametrize("heads", [None, "auto"])
+@pytest.mark.parametrize("name", [*NAMES, "auto"])
+def test_sizes_say_what_is_held(llm, name, heads, budget):
+    if (heads and name == "auto") or name == "kvzap":
+        pytest.skip("auto has heads; KVzap needs a scorer")
+    generator = llm.cache(name, budget, heads=heads).document_generator(21, 64)
+    full = sum(spec.full_cache_bytes(21) for spec in generator.specs)
+    described = generator.describe_share({"cache_bytes": generator.row_bytes, "full_cache_bytes": full}, 21)
+    if budget == "3%":
+        assert generator.is_short
+    if generator.is_short:
+        assert re.fullmatch(r"holds ([5-9]\d|100)%: the text is short", described)  # 16 slots on average, in tiles
+    else:
+        bytes_limited = sum(map(limited_bytes, generator.policies, generator.specs))
+        assert bytes_limited <= float(budget[:-1]) / 100 * full
+        assert "full bfloat16 cache" in described
+
+
+@pytest.mark.parametrize("policy", RUN)
+def test_every_way_to_answer_takes_a_short_text(llm, policy):
+    cache, options = llm.cache(policy, "25%"), {"max_new_tokens": 6}
+    document = cache.read(TEXT, max_new_tokens=64)
+    assert "%: the text is short" in repr(document)
+    answer, usage = document.ask("Who?", return_details=True, **options)
+    assert len(answer.tokens) == 6 and usage.is_short
+    completion, usage = cache.generate(TEXT, return_details=True, **options)
+    assert usage.is_short and completion.text == "".join(cache.stream(TEXT, **options))
+    [many] = cache.generate_many([TEXT], batch_size=1, **options)
+    assert many.text == completion.text
+
+
+def test_a_short_text_that_is_held_entirely_answers_as_the_full_cache(llm):
+    document = llm.cache("chelsea", "25%").read(TEXT, max_new_tokens=64)
+    assert "holds 100%: the text is short" in repr(document)
+    assert document.ask("Who?", max_new_tokens=8) == llm.cache().read(TEXT, max_new_tokens=64).ask(
+        "Who?", max_new_tokens=8
+    )
+
+
+def test_a_saved_document_says_what_it_holds(llm, tmp_path):
+    document = llm.cache("snapkv", "25%").read(TEXT, max_new_tokens=64)
+    document.save(tmp_path)
+    restored = open_document(llm, tmp_path)
+    assert repr(restored) == repr(document) and "the text is short" in repr(restored)
+
+
+def test_budgets_in_bytes_and_slots_are_strict(llm):
+    for budget, message in (
+        ("500B", "limit=250 bytes .* too small"),
+        ("8 slots", "budget=8 slots cannot hold"),
+        (8, "=8 "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.cache("snapkv", budget).read(TEXT)
+        with pytest.raises(ValueError, match=message):
+            llm.generate(TEXT, "snapkv", budget, max_new_tokens=4)
+
+
+def test_a_long_text_has_its_share(llm):
+    document = llm.cache("snapkv", "25%").read(TEXT * 30, max_new_tokens=64)
+    assert not document.generator.is_short and document.cache_bytes <= document.full_cache_bytes / 4
+    assert "% of a full bfloat16 cache" in repr(document)
+
+
+def test_a_cache_that_is_larger_than_a_full_one_says_bytes(llm):
+    """A full cache of a short text, in float32 and in tiles of 16 slots."""
+    assert "24,592 bytes, a full bfloat16 cache takes 11.8 KiB" in repr(llm.cache().read(TEXT * 2, max_new_tokens=64))
+
+
+@pytest.mark.parametrize("text", ["", " \n", [], ()])
+def test_an_empty_text_is_refused(llm, text):
+    with pytest.raises(ValueError, match="the text is empty; pass a text, messages or token ids"):
+        llm.cache("auto", "25%").read(text)
+
+
+def test_the_name_of_a_file_gets_a_hint(llm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text("A book.")
+    (tmp_path / "directory").mkdir()
+    cache = llm.cache()
+    for call in (
+        cache.read,
+        lambda text: cache.generate(text, max_new_tokens=2),
+        lambda text: next(cache.stream(text)),
+    ):
+        with pytest.warns(
+            UserWarning, match=r"the text 'book.txt' is the name of a file, which is not read; .*read_text"
+        ):
+            call("book.txt")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for text in ("directory", "no_such.txt", "A book.", "x\0y"):
+                call(text)
+
+
+def test_one_warning_for_a_small_budget(llm):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        cache = llm.cache("uniform:recent=2", 25)
+        for _ in range(2):
+            cache.read(TEXT * 30, max_new_tokens=32).ask("Who?", max_new_tokens=2)
+            cache.generate(TEXT * 40, max_new_tokens=2)
+        llm.cache("quest", 32).generate(TEXT * 30, max_new_tokens=2)  # which holds every token
+        cache.read(TEXT)
+        llm.cache("snapkv", "1%").read(TEXT)
+    assert [str(one.message)[:15] for one in caught if one.category is SmallBudgetWarning] == ["budget=25 slots"]
+
+
+def test_text_and_tail_have_the_format_of_one_resolution(llm, monkeypatch):
+    """Between the lengths at which bytes are a fifth of the text, and of the bucket of its length."""
+    monkeypatch.setattr(auto_policy, "_FORMATS_WITH_FEW_HEADS", auto_policy._AUTO_FORMATS)
+    formats = set()
+    full = llm.cache().document_generator(1, 64).specs[0].full_cache_bytes(1) * 2
+    for tokens in (900, 960, 1000, 1023):
+        cache = llm.cache("auto", f"{full * 960 // 5}B")
+        reader = cache.document_generator(tokens, 64)
+        engine = cache.engine(documents=2, rows=1, max_prompt_tokens=tokens, max_new_tokens=64)
+        assert cache.tails(reader, 64).kv_dtype == reader.kv_dtype == engine.generator.kv_dtype
+        formats.add(reader.kv_dtype)
+    assert formats == {"int8", "int4"}
