@@ -228,10 +228,10 @@ def table(title: str, rows: Sequence[Mapping[str, Any]], shown: Sequence[str] | 
     """Returns a table of `TABLES` in Markdown, or only its columns `shown`; nothing if no row belongs to it."""
     measure, columns = TABLES[title]
     columns = columns if shown is None else tuple(shown)
-    # Later rows replace earlier ones with the same labels.
-    labels = ("op", "case", "form", "setting", "context_tokens", "rows", "property", "test", "step")
-    latest = {tuple(row.get(name) for name in labels): row for row in rows if row.get("measure", "kernel") == measure}
-    chosen = list(latest.values())
+    chosen = [row for row in rows if row.get("measure", "kernel") == measure]
+    if measure in ("kernel", "latency"):  # later rows replace earlier ones with the same labels
+        labels = ("op", "case", "form", "setting", "context_tokens", "rows")
+        chosen = list({tuple(row.get(name) for name in labels): row for row in chosen}.values())
     if measure == "probe":
         kept = ("measure", "property")
         chosen = [dict(row) | {"values": {k: v for k, v in row.items() if k not in kept}} for row in chosen]

@@ -185,7 +185,8 @@ def test_models_without_a_profile_have_equal_budgets(model):
 
 
 def test_auto_stages_more_tokens_in_a_large_cache(model):
-    for tokens, compact_every in ((900, 8), (930, 16)):  # 16 tokens are 7% of 229
+    # 16 tokens are 7% of 229; 32 and 128 tokens are 1% of 3,200 and 12,800.
+    for tokens, compact_every in ((900, 8), (930, 16), (12_700, 16), (12_800, 32), (131_072, 128)):
         choice, *_ = resolve(model, "auto", "25%", tokens=tokens)
         assert choice.make(64).compact_every == compact_every
 

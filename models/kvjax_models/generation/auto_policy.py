@@ -6,8 +6,8 @@ with the highest scores of the profile's linear map (KVzap). It reads a prompt o
 1. The format follows from the budget: from 20% of a full bfloat16 cache on tokens are stored in 8 bits, from 5% on in
    4, and below that keys in 4 and values in 2. A `kv_dtype` has precedence; "bfloat16" stores 16 bits.
 2. The retrieving heads are the first ones of the profile's ranking, as many as `Profile.shares` allows.
-3. The staging buffer, which is not quantized, holds 16 tokens, or 8 if the budget is small. The newest tokens stay: an
-   eighth of the kept ones, from 16 to 128.
+3. The staging buffer, which is not quantized, holds 16 tokens, 8 if the budget is small, and up to 128 if it is large.
+   The newest tokens stay: an eighth of the kept ones, from 16 to 128.
 4. Later tokens, and those of streamed prompts, have scores, too. They have reserved slots, but in long generations the
    tokens of lowest score are dropped.
 
@@ -47,8 +47,9 @@ Heads: TypeAlias = str | Profile | Shares | None
 _AUTO_FORMATS: tuple[tuple[float, KVFormat], ...] = ((0.2, "int8"), (0.05, "int4"), (0.0, ("int4", "int2")))
 # Where no head keeps every token, a lost token costs more than bits. Measured on Gemma 3 270M.
 _FORMATS_WITH_FEW_HEADS = ((0.5, "int8"), *_AUTO_FORMATS[1:])
-# The staging buffer is not quantized: 16 tokens, or 8 if 16 exceed this fraction of the budget.
-_LARGEST_STAGING = 0.07
+# The staging buffer is not quantized: 16 tokens, or 8 if 16 exceed the first fraction of the budget, or more within the
+# second one, because compacting all layers takes as long as several decode steps on a GPU.
+_LARGEST_STAGING, _SMALL_STAGING = 0.07, 0.01
 _MAX_STAGING = 128  # tokens in the staging buffer of any policy by default
 # Newest tokens that KVzap keeps, as a fraction of the kept tokens, and at most. More of them predict books better (.016
 # nats per token over the full cache with 16, .007 with 128, at 25% of 2,048 tokens); short texts have others to keep.
@@ -127,7 +128,7 @@ def resolve_auto(
     settings: dict[str, Any] = {}
     types = setting_types(POLICIES[choice.name])
     if "compact_every" in types:
-        settings["compact_every"] = 16 if _LARGEST_STAGING * fraction * tokens >= 16 else 8
+        settings["compact_every"] = _staging_tokens(fraction * tokens)
     if is_auto and choice.name == POLICY_WITHOUT_SCORER:
         settings["window_size"] = 16
     elif is_auto and choice.name != STREAMING_POLICY_WITHOUT_SCORER:
@@ -136,6 +137,12 @@ def resolve_auto(
         settings["reserve_decode_slots"] = spec.max_new_tokens <= _LARGEST_RESERVE * kept * tokens
     choice = choice.with_settings(**settings)
     return choice.without_profile() if shares is None else choice.with_shares(shares), budget, kv_dtype
+
+
+def _staging_tokens(budget: float) -> int:
+    """Returns the tokens of the staging buffer for a budget of the bytes of some tokens in bfloat16."""
+    smallest = 16 if _LARGEST_STAGING * budget >= 16 else 8
+    return max([smallest, *(size for size in (32, 64, _MAX_STAGING) if size <= _SMALL_STAGING * budget)])
 
 
 def check_heads(policy: AnyPolicy, heads: Heads) -> None:
