@@ -21,10 +21,10 @@ import matplotlib
 import numpy as np
 
 import kvjax
+from kvjax import staging
 from kvjax.policy import Policy
 from kvjax.registry import POLICIES
 from kvjax.segment import BlockStoreRead
-from kvjax.shared import staging
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -21,8 +21,8 @@ from kvjax.policy import Policy, Prompt, Requirements, check_min
 from kvjax.prompt_attention import check_prompt_queries
 from kvjax.quantization import dequantize
 from kvjax.segment import SegmentLike
-from kvjax.shared.staging import Tokens
 from kvjax.spec import CacheSpec
+from kvjax.staging import Tokens
 from kvjax.state import state
 
 

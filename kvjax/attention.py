@@ -17,12 +17,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import partials as softmax
 from kvjax import rope
+from kvjax.block_cache import BlockCache, fetch_through_cache
+from kvjax.block_store import attend_blocks
 from kvjax.distributed.collectives import is_sequence_sharded
 from kvjax.partials import Partials
 from kvjax.quantization import QuantizedArray, dequantize, rotate, rotate_back
 from kvjax.segment import BlockSelection, BlockStoreRead, Segment, SegmentLike
-from kvjax.shared.block_cache import BlockCache, fetch_through_cache
-from kvjax.shared.block_store import attend_blocks
 from kvjax.spec import check_sink_logits
 from pallas_kernels.weighted_decode import Entries, weighted_decode_many
 

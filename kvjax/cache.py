@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, Key, Shaped
 
 from kvjax import quantization
+from kvjax import staging as stagings
 from kvjax.attention import AttentionStats, attend_with_stats
 from kvjax.distributed.collectives import SEQUENCE, TENSOR, sum_over_heads, sum_over_sequence
 from kvjax.distributed.sharding import check_axes, per_device, shardings
@@ -29,11 +30,10 @@ from kvjax.jax_flags import with_default_flags
 from kvjax.partials import Partials, normalize
 from kvjax.policy import Policy, Prompt, RepeatedPrompt, S
 from kvjax.segment import BlockStoreRead, Segment, SegmentLike
-from kvjax.shared import staging as stagings
 from kvjax.shared.attention_scores import AttentionScores
-from kvjax.shared.staging import Counters, Staging, init_staging
 from kvjax.sliding_window import SlidingWindow
 from kvjax.spec import MAX_TOKENS, CacheSpec, check_dtype, check_queries, check_sink_logits, check_tokens, is_concrete
+from kvjax.staging import Counters, Staging, init_staging
 from kvjax.state import batch_size, cache_bytes, count_row_faults, fault, state, static
 from pallas_kernels.quantized_array import array_bytes
 

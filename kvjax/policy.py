@@ -26,8 +26,8 @@ from jaxtyping import Array, Float, Int, Key, Shaped
 from kvjax.attention import AttentionStats
 from kvjax.messages import shorten
 from kvjax.segment import SegmentLike
-from kvjax.shared.staging import Tokens
 from kvjax.spec import MAX_TOKENS, CacheSpec, is_number
+from kvjax.staging import Tokens
 from kvjax.state import state, static
 
 S = TypeVar("S")  # a policy's state

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.block_cache import BlockCache
+from kvjax.block_store import BlockStore
 from kvjax.quantization import QuantizedArray
-from kvjax.shared.block_cache import BlockCache
-from kvjax.shared.block_store import BlockStore
 
 
 @jax.tree_util.register_dataclass

@@ -7,9 +7,9 @@ from jaxtyping import Array, Int, Key
 from kvjax.policy import Policy, Prompt, check_budget
 from kvjax.segment import Segment
 from kvjax.shared import window as windows
-from kvjax.shared.staging import Tokens
 from kvjax.shared.window import Window, init_window
 from kvjax.spec import CacheSpec
+from kvjax.staging import Tokens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from kvjax.block_store import OUT_OF_RANGE
 from kvjax.methods.top_k.top_k_policy import TopKPolicy, prompt_mask
 from kvjax.methods.top_k.top_k_store import later_token_slots
 from kvjax.policy import Policy, Prompt, Requirements
 from kvjax.quantization import QuantizedArray, first_mean, write_entries
 from kvjax.segment import Segment
-from kvjax.shared.block_store import OUT_OF_RANGE
 from kvjax.shared.per_head import per_head
-from kvjax.shared.staging import Tokens
 from kvjax.spec import CacheSpec, allocated_slots
+from kvjax.staging import Tokens
 from kvjax.state import kv_entries, state, static
 
 T = TypeVar("T")

@@ -13,8 +13,8 @@ from kvjax.attention import AttentionStats
 from kvjax.combinators.combined import CombinedPolicies
 from kvjax.policy import Policy, Prompt, Requirements
 from kvjax.segment import SegmentLike
-from kvjax.shared.staging import Tokens
 from kvjax.spec import CacheSpec
+from kvjax.staging import Tokens
 from kvjax.state import state
 
 

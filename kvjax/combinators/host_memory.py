@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, Shaped
 
 from kvjax.attention import AttentionStats
+from kvjax.block_cache import BlockCache, init_block_cache
+from kvjax.block_store import BlockStore
 from kvjax.combinators.combined import CombinedPolicies
 from kvjax.policy import Policy, Prompt, check_min
 from kvjax.segment import BlockSelection, BlockStoreRead, SegmentLike
-from kvjax.shared.block_cache import BlockCache, init_block_cache
-from kvjax.shared.block_store import BlockStore
-from kvjax.shared.staging import Tokens
 from kvjax.spec import CacheSpec
+from kvjax.staging import Tokens
 from kvjax.state import state
 from pallas_kernels.weighted_decode import SLOT_TILE
 

@@ -21,9 +21,9 @@ from kvjax.segment import SegmentLike
 from kvjax.shared import window as windows
 from kvjax.shared.attention_scores import AttentionScores, after_compaction, init_attention_scores, newest_scores
 from kvjax.shared.per_head import draws_by_position
-from kvjax.shared.staging import Tokens
 from kvjax.shared.window import Window, init_window
 from kvjax.spec import CacheSpec
+from kvjax.staging import Tokens
 from kvjax.state import state
 
 

@@ -27,9 +27,9 @@ from kvjax.segment import SegmentLike
 from kvjax.shared import window as windows
 from kvjax.shared.attention_scores import AttentionScores, accumulate_scores, after_compaction, init_attention_scores
 from kvjax.shared.per_head import per_head, replace_lowest, top_indices
-from kvjax.shared.staging import Tokens
 from kvjax.shared.window import Window, init_window
 from kvjax.spec import CacheSpec
+from kvjax.staging import Tokens
 from kvjax.state import state
 
 

@@ -22,11 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.policy import Policy, Prompt, check_budget
-from kvjax.quantization import dequantize
-from kvjax.segment import BlockSelection, BlockStoreRead, SegmentLike
-from kvjax.shared import window as windows
-from kvjax.shared.block_store import (
+from kvjax.block_store import (
     OUT_OF_RANGE,
     BlockStore,
     arrange_blocks,
@@ -34,11 +30,15 @@ from kvjax.shared.block_store import (
     write_blocks,
     write_index,
 )
+from kvjax.policy import Policy, Prompt, check_budget
+from kvjax.quantization import dequantize
+from kvjax.segment import BlockSelection, BlockStoreRead, SegmentLike
+from kvjax.shared import window as windows
 from kvjax.shared.clusters import group_score, select_head_blocks
 from kvjax.shared.per_head import per_head
-from kvjax.shared.staging import Tokens
 from kvjax.shared.window import Window, init_window
 from kvjax.spec import CacheSpec
+from kvjax.staging import Tokens
 from kvjax.state import fault, retrieval_index, stacked, state
 
 PAGE = 16  # tokens

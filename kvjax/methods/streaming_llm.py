@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, Int, Key
 from kvjax.policy import Policy, Prompt, check_budget
 from kvjax.segment import Segment, SegmentLike
 from kvjax.shared import window as windows
-from kvjax.shared.staging import Tokens
 from kvjax.shared.window import Window, init_window
 from kvjax.spec import CacheSpec
+from kvjax.staging import Tokens
 from kvjax.state import state
 from pallas_kernels.weighted_decode import SLOT_TILE
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.block_store import BlockStore, arrange_blocks, write_blocks, write_index
 from kvjax.segment import Segment
-from kvjax.shared.block_store import BlockStore, arrange_blocks, write_blocks, write_index
 from kvjax.shared.per_head import per_head
 from kvjax.spec import allocated_slots
 from kvjax.state import state

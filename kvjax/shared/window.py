@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.segment import Segment
-from kvjax.shared.staging import Tokens
 from kvjax.spec import CacheSpec, allocated_slots
+from kvjax.staging import Tokens
 from kvjax.state import kv_entries, state, static
 
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 import kvjax
 from kvjax.cache import LayerCache, with_counters
 from kvjax.segment import BlockStoreRead, Segment
-from kvjax.shared.staging import Counters
+from kvjax.staging import Counters
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill import compression_arguments
 from kvjax_models.generation.state import check_seed, init_layers

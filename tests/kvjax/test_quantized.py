@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.block_store import BlockStore
 from kvjax.budget import abstract_cache, row_bytes
 from kvjax.combinators.ada_kv import AdaKVState
 from kvjax.methods.balancekv.balancekv_theory import BalanceKVTheory
@@ -18,7 +19,6 @@ from kvjax.methods.top_k.kvzip import KVzip
 from kvjax.quantization import FORMATS, dequantize, quantize
 from kvjax.registry import POLICIES as REGISTERED
 from kvjax.segment import BlockStoreRead
-from kvjax.shared.block_store import BlockStore
 from kvjax.state import RunningMean
 from pallas_kernels.quantized_array import array_bytes
 from tests.kvjax.support import (

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvjax import block_store
 from kvjax.attention import attend_segments
 from kvjax.segment import Segment
-from kvjax.shared import block_store
 from pallas_kernels.cluster_recall import blocks_as_entries, gather_blocks, padded_width
 from tests.kvjax.support import make_spec
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.shared import window as windows
-from kvjax.shared.staging import Counters, Staging, append, init_staging, take_staged
 from kvjax.shared.window import Window, init_window
+from kvjax.staging import Counters, Staging, append, init_staging, take_staged
 from kvjax.state import state
 from tests.kvjax.support import each, make_spec, row_keys
 

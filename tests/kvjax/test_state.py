@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax.methods.exact import append_only_store
-from kvjax.shared.staging import Tokens
 from kvjax.spec import MAX_TOKENS
+from kvjax.staging import Tokens
 from kvjax.state import fault, map_fields, stacked, state
 from tests.kvjax.support import (
     LENGTHS,

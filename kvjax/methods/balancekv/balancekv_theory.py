@@ -32,9 +32,9 @@ from kvjax.segment import Segment, SegmentLike, flatten_slots
 from kvjax.shared import window as windows
 from kvjax.shared.light_values import init_light_norms, keep_lightest, num_light_slots
 from kvjax.shared.per_head import per_head, stream_keys
-from kvjax.shared.staging import Tokens
 from kvjax.shared.window import Window, init_window
 from kvjax.spec import CacheSpec
+from kvjax.staging import Tokens
 from kvjax.state import stacked, state, static
 
 

@@ -28,9 +28,9 @@ from kvjax.policy import Policy, Prompt, check_budget
 from kvjax.segment import SegmentLike
 from kvjax.shared import window as windows
 from kvjax.shared.per_head import per_head
-from kvjax.shared.staging import Tokens
 from kvjax.shared.window import Window, init_window
 from kvjax.spec import CacheSpec
+from kvjax.staging import Tokens
 from kvjax.state import state
 
 

@@ -9,10 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.policy import Policy, Prompt, check_budget, check_min
-from kvjax.segment import BlockSelection, BlockStoreRead, SegmentLike
-from kvjax.shared import window as windows
-from kvjax.shared.block_store import (
+from kvjax.block_store import (
     OUT_OF_RANGE,
     BlockStore,
     init_block_store,
@@ -20,12 +17,15 @@ from kvjax.shared.block_store import (
     max_selected_blocks,
     num_blocks,
 )
+from kvjax.policy import Policy, Prompt, check_budget, check_min
+from kvjax.segment import BlockSelection, BlockStoreRead, SegmentLike
+from kvjax.shared import window as windows
 from kvjax.shared.clusters import Clusters, init_clusters, store_clusters
 from kvjax.shared.k_means import k_means
 from kvjax.shared.per_head import per_head, stream_keys
-from kvjax.shared.staging import Tokens
 from kvjax.shared.window import Window, init_window
 from kvjax.spec import CacheSpec
+from kvjax.staging import Tokens
 from kvjax.state import fault, stacked, state, static
 
 

@@ -10,8 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.distributed.collectives import global_slots, local_slot, local_stop, local_tokens
 from kvjax.quantization import QuantizedArray, empty_quantized, write_entries
 from kvjax.segment import Segment
-from kvjax.shared.staging import Tokens
 from kvjax.spec import TILE, CacheSpec
+from kvjax.staging import Tokens
 from kvjax.state import fault, state
 from pallas_kernels.weighted_decode import SLOT_BLOCK
 

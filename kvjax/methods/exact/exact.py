@@ -8,8 +8,8 @@ from kvjax.methods.exact import append_only_store
 from kvjax.methods.exact.append_only_store import AppendOnlyStore, init_append_only_store
 from kvjax.policy import Policy, Prompt, check_min
 from kvjax.segment import SegmentLike
-from kvjax.shared.staging import Tokens
 from kvjax.spec import CacheSpec
+from kvjax.staging import Tokens
 
 
 @dataclasses.dataclass(frozen=True)

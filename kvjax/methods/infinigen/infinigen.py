@@ -21,13 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.distributed.collectives import global_heads, local_heads, sum_over_heads
-from kvjax.methods.infinigen.skew import Skew
-from kvjax.policy import Policy, Prompt, Requirements, check_above, check_budget
-from kvjax.prompt_attention import check_prompt_queries
-from kvjax.quantization import dequantize
-from kvjax.segment import BlockSelection, BlockStoreRead, SegmentLike
-from kvjax.shared.block_store import (
+from kvjax.block_store import (
     OUT_OF_RANGE,
     BlockStore,
     arrange_blocks,
@@ -35,9 +29,15 @@ from kvjax.shared.block_store import (
     write_blocks,
     write_index,
 )
+from kvjax.distributed.collectives import global_heads, local_heads, sum_over_heads
+from kvjax.methods.infinigen.skew import Skew
+from kvjax.policy import Policy, Prompt, Requirements, check_above, check_budget
+from kvjax.prompt_attention import check_prompt_queries
+from kvjax.quantization import dequantize
+from kvjax.segment import BlockSelection, BlockStoreRead, SegmentLike
 from kvjax.shared.per_head import per_head
-from kvjax.shared.staging import Tokens
 from kvjax.spec import CacheSpec
+from kvjax.staging import Tokens
 from kvjax.state import fault, retrieval_index, stacked, state, static
 
 

@@ -23,9 +23,9 @@ from kvjax.policy import Policy, Prompt, check_above, check_budget
 from kvjax.segment import Segment, SegmentLike
 from kvjax.shared import window as windows
 from kvjax.shared.per_head import per_head, stream_keys
-from kvjax.shared.staging import Tokens
 from kvjax.shared.window import Window, init_window
 from kvjax.spec import CacheSpec, round_to_tiles
+from kvjax.staging import Tokens
 from kvjax.state import stacked, state
 
 

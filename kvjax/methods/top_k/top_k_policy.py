@@ -22,8 +22,8 @@ from kvjax.methods.top_k import top_k_store
 from kvjax.methods.top_k.top_k_store import TopKStore, init_top_k_store
 from kvjax.policy import Policy, Prompt, Requirements, check_budget, check_min
 from kvjax.segment import Segment
-from kvjax.shared.staging import Tokens
 from kvjax.spec import TILE, CacheSpec, allocated_slots
+from kvjax.staging import Tokens
 
 _ABOVE_SCORES = 1e30  # above any score that a policy gives
 

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.quantization import write_entries
 from kvjax.segment import Segment
 from kvjax.shared.per_head import per_head
-from kvjax.shared.staging import Tokens
 from kvjax.spec import CacheSpec, allocated_slots
+from kvjax.staging import Tokens
 from kvjax.state import kv_entries, state, static
 
 

@@ -27,7 +27,7 @@ from kvjax.cache import layer_policy, split_counters, with_counters
 from kvjax.policy import Policy, merge_requirements
 from kvjax.quantization import KVDtype
 from kvjax.registry import AnyPolicy
-from kvjax.shared.staging import Counters
+from kvjax.staging import Counters
 from kvjax.state import ArrayField, count_row_faults, map_fields, state
 from kvjax_models.adapters import layers
 from kvjax_models.compile_cache import length_bucket

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
 from kvjax.cache import LayerCache, split_counters, with_counters
-from kvjax.shared.staging import Counters
+from kvjax.staging import Counters
 from kvjax_models.generation.sampling import MAX_LOGPROBS, SampledTokens, is_finite, sample, with_answer, with_prompt
 from kvjax_models.generation.scorer import predict_log_scores
 from kvjax_models.generation.state import GenerationState, constrain_state

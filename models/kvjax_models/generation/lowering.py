@@ -10,7 +10,7 @@ from jaxtyping import Array, Int
 
 from kvjax.cache import LayerCache
 from kvjax.distributed.sharding import HEADS, ROWS
-from kvjax.shared.staging import Counters
+from kvjax.staging import Counters
 from kvjax_models.generation.decode import append_program, decode_program
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill import PrefilledLayer, compression_arguments, prefill_cache, prefill_layer

@@ -19,7 +19,7 @@ import kvjax
 from kvjax.cache import LayerCache, split_counters, with_counters
 from kvjax.distributed.sharding import HEADS, ROWS
 from kvjax.policy import RepeatedPrompt, Repetition
-from kvjax.shared.staging import Counters
+from kvjax.staging import Counters
 from kvjax_models.generation import repetition
 from kvjax_models.generation.scorer import predict_log_scores
 from kvjax_models.generation.sequence_parallel import (

@@ -22,7 +22,7 @@ from kvjax.distributed.sharding import shardings
 from kvjax.messages import shorten
 from kvjax.policy import Policy
 from kvjax.quantization import KVDtype
-from kvjax.shared.staging import Counters
+from kvjax.staging import Counters
 from kvjax.state import count_row_faults, fault, row_randomness, state, static
 from kvjax_models.generation.sampling import RowSampling, Sampling, is_finite, row_sampling, with_prompt
 from kvjax_models.model.config import LlamaConfig
