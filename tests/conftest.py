@@ -36,7 +36,7 @@ if "KVJAX_CACHE" not in os.environ:
     os.environ["KVJAX_CACHE"] = cache
     (pathlib.Path(cache) / "models").mkdir()
     for model in models.glob("*.gguf"):
-        (pathlib.Path(cache) / "models" / model.name).symlink_to(model)
+        (pathlib.Path(cache) / "models" / model.name).symlink_to(model.resolve())
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     # The processes of one run share compiled programs.
     cache_dir = tempfile.mkdtemp(prefix="kvjax-tests-")
