@@ -30,6 +30,7 @@ unit: $(VENV)/.installed $(VENV)/.installed-tpu-compiler
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not heavy"
 
 heavy: $(VENV)/.installed
+	$(BIN)/python -m kvjax_models.cli download smollm2-135m
 	$(BIN)/python -m pytest -m heavy
 
 # All tests with both versions of JAX, including slow ones and live comparisons with published implementations.

@@ -8,6 +8,8 @@ import pathlib
 import shutil
 import tempfile
 
+from kvjax_models import user_cache
+
 # Compilation dominates the time of a run. The flags must be set before JAX is imported; processes that tests start
 # inherit them. XLA's older fusion emitters take half the time, and one module takes less than one per kernel. On a GPU
 # machine they would also change how kernels are compiled.
@@ -27,10 +29,14 @@ if not pathlib.Path("/dev/nvidiactl").exists():
         ]
     )
 if "KVJAX_CACHE" not in os.environ:
-    # Nothing is written to the home directory of whoever runs the tests.
+    # Tests write no files to the user's home directory. Models that were downloaded there are linked.
+    models = user_cache.user_cache_directory() / "models"
     cache = tempfile.mkdtemp(prefix="kvjax-tests-cache-")
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
     os.environ["KVJAX_CACHE"] = cache
+    (pathlib.Path(cache) / "models").mkdir()
+    for model in models.glob("*.gguf"):
+        (pathlib.Path(cache) / "models" / model.name).symlink_to(model.resolve())
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     # The processes of one run share compiled programs.
     cache_dir = tempfile.mkdtemp(prefix="kvjax-tests-")

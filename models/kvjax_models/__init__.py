@@ -5,8 +5,9 @@
     document = llm.cache("auto", "25%").read(text)
     print(document.ask("What happened to the ship?"))
 
-Subpackages: `formats` reads checkpoints and tokenizers, `model` is the decoder, `generation` runs it through
-KV caches, `cli` is the console command `kvjax`. Caches are used through the interface of `kvjax` only.
+Subpackages: `families` describes the supported models, `formats` reads their checkpoints and tokenizers, `model` is the
+decoder, `generation` runs it through KV caches, `server` is `kvjax serve`, `cli` is the console command `kvjax`, and
+`adapters` has caches for models of other libraries.
 """
 
 from typing import TYPE_CHECKING

@@ -17,11 +17,13 @@ from tests.models import tiny
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "experiments" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PROGRAMS = ("kvjax", "python", "curl", "make", "pip", "pre-commit")
+PROGRAMS = ("kvjax", "python", "curl", "make", "pip", "pre-commit", "git")
 NOT_RUN = {
     "pip install": "changes the environment; tests/models/test_wheel.py installs the package",
     "kvjax download": "loads files from the network; `make demo` and `make docs` run it",
+    "git clone": "loads files from the network",
     "make demo": "loads files from the network; tests/experiments/test_demo.py runs the program",
+    "make test": "runs all quick tests",
     "make aot": "a target of the Makefile, which installs compilers of several GB",
     "make rehearse": "a part of `make test-all`",
     "make measure": "needs a device",
