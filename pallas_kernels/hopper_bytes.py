@@ -54,8 +54,8 @@ def quantize_queries(parts: Any, scales: Any, queries: Any, factor: float, is_pa
 
     Args:
         parts: Shared memory [2, N, D], int8, from `hopper.blocked`, for high and low bytes.
-        scales: Shared memory [2, N], float32: what one high byte stands for, times `factor`; and what the codes of
-            packed keys add to the products with each query, times `factor` (0 unless `is_packed`).
+        scales: Shared memory [2, N], float32: the number per unit of a high byte, times `factor`; and the sum that is
+            added to products of each query with packed keys, times `factor` (0 unless `is_packed`).
         queries: Shared memory [N, D] with the queries, bfloat16. Rows without a query may hold anything.
         factor: A factor of the scales.
         is_packed: Whether keys are packed, and `parts` is swizzled for half of the dimensions.
@@ -154,7 +154,7 @@ def transpose_block(ref: Any, block: Any, is_packed: bool, interpret: Any) -> No
     Args:
         ref: Shared memory [D, 128], int8, from `hopper.blocked`.
         block: The block in shared memory, [128, W], int8, from `hopper.blocked`.
-        is_packed: Whether bytes hold two codes: then D = 2 W, and rows are those of `unpack_nibbles`.
+        is_packed: Whether bytes hold two codes: then D = 2 W, and rows are the results of `unpack_nibbles`.
         interpret: Whether the kernel is interpreted.
     """
     width = block.shape[1]
@@ -303,7 +303,7 @@ class _Builder:
         return self._llvm.extractelement(vector, self._value(index))
 
     def split_float(self, x: Any) -> tuple[Any, Any]:
-        """Returns words whose lowest bytes are those of `split_bytes` of a float32 number."""
+        """Returns words whose lowest bytes are the results of `split_bytes` of a float32 number."""
         arith = self._arith
         high = arith.addf(x, self.constant(_ROUND))
         rest = arith.subf(x, arith.subf(high, self.constant(_ROUND)))

@@ -92,7 +92,7 @@ def zero_scorer(config: LlamaConfig) -> Float[np.ndarray, "L W+2 H_kv"]:
 class UnscoredModel(LanguageModel):
     """A model with a drawn profile, for measurements of time and bytes that do not depend on answers.
 
-    All tokens have equal scores. The ranking of the heads is random, and the same for each configuration, so that the
+    All tokens have equal scores. The ranking of the heads is random, but fixed for a configuration, so that the
     heads that keep every token are spread over the layers: how many of them a layer has changes the time of a step.
     """
 

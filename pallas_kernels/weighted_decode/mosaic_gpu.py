@@ -147,7 +147,7 @@ def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_log
         splits = hopper.balance_splits([batch * count for count in heads], blocks, programs)
     else:
         splits = [min(config.splits, count) for count in blocks]
-    # The programs of a store follow those of the stores before it.
+    # The programs of each store follow the programs of the store before.
     starts = list(itertools.accumulate(map(operator.mul, heads, splits), initial=0))
     ranges = [read_ranges(store.entries) for store in stores]
     inputs = [_inputs(form, store, store_ranges) for store, store_ranges in zip(stores, ranges, strict=True)]
@@ -271,7 +271,7 @@ class Block(NamedTuple):
         first_slot: The index of the block's first slot.
         lowest: First slot that the program reads.
         highest: Exclusive end of the slots that it reads.
-        fetch_next: Starts the copies of the block that takes this one's memory, of a list of arrays, or of all.
+        fetch_next: Starts the copies of the next block in this memory, of a list of arrays, or of all.
     """
 
     scratch: Any
@@ -297,8 +297,8 @@ def _program(form: Any, store: _Store, refs, scratch, launch_program, program, s
         store: The queries and entries that the program reads.
         refs: Arrays in global memory, by name.
         scratch: Arrays in shared memory, by name.
-        launch_program: The index of the program among those of all stores.
-        program: The index of the program among those of this store.
+        launch_program: The index of the program in the launch.
+        program: The index of the program in its store.
         splits: The number of splits of each head of this store.
         stages: Blocks that are in flight or in use at a time.
     """
