@@ -50,8 +50,8 @@ def encode(tokenizer: Tokenizer, document: Document, chat: bool) -> tuple[list[i
         The tokens of the context, and for every question the tokens after it, with the start of the answer.
     """
     if not (chat and tokenizer.chat_template):
-        context = tokenizer.encode(document.context)
-        texts = [question.text + question.prefix for question in document.questions]
+        context = tokenizer.encode(tokenizer.escape(document.context))
+        texts = [tokenizer.escape(question.text + question.prefix) for question in document.questions]
     else:
         messages = [{"role": "user", "content": document.context}]
         context = tokenizer.encode_continuation(render_context(tokenizer, messages), context=())

@@ -210,9 +210,9 @@ class CachedModel:
         engine.add(tokens, sampling=Sampling(**sampling), stop=stop, max_new_tokens=max_new_tokens, seed=seed)
         collector = Collector()
         for output in engine.run():
-            collector.add(output)
             if output.text:
                 yield output.text
+            collector.add(output)  # raises the error of a request that failed, after its text
 
     @suggest_keywords(SamplingOptions)
     def generate_many(

@@ -36,7 +36,16 @@ from kvjax_models.kept import kept_shares
 from kvjax_models.keywords import suggest_keywords
 from kvjax_models.model.recurrent import RecurrentState
 from kvjax_models.profile import Profile
-from kvjax_models.prompts import Message, Prompt, TemplateOptions, as_prompts, check_prompt, is_prompt, render_question
+from kvjax_models.prompts import (
+    Message,
+    Prompt,
+    TemplateOptions,
+    as_prompts,
+    check_prompt,
+    is_prompt,
+    render_context,
+    render_question,
+)
 from kvjax_models.saves import Saves, describe_difference
 from kvjax_models.sharding import replicate
 from kvjax_models.usage import collect
@@ -147,22 +156,32 @@ class Document:
         texts = [text] if isinstance(text, str) else text
         if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in texts):
             raise TypeError("text must be a string or a list of strings; ask takes messages")
-        prompts = [self.cache.llm.tokenizer.encode_continuation(one, self.tokens) if one else [] for one in texts]
+        tokenizer = self.cache.llm.tokenizer
+        prompts = [tokenizer.encode_continuation(tokenizer.escape(one), self.tokens) if one else [] for one in texts]
         return self._answer(prompts, is_single, max_new_tokens, stop, seed, return_details, sampling)
 
-    def encode(self, question: Prompt, *, separator: str = "\n\n", answer_start: str = "") -> list[int]:
+    def encode(
+        self,
+        question: Prompt,
+        *,
+        separator: str = "\n\n",
+        answer_start: str = "",
+        template_options: TemplateOptions = None,
+    ) -> list[int]:
         """Returns the tokens that follow the text: the question in the chat template, and the start of the answer.
 
         Args:
             question: a text, or messages.
             separator: as for `ask`.
             answer_start: as for `ask`.
+            template_options: variables of the chat template, in addition to those the text was read with; they must
+                not change how it renders the text.
 
         Returns:
             Token ids.
 
         Raises:
-            ValueError: as for `ask`.
+            ValueError: as for `ask`, or if `template_options` change the text.
         """
         if self.messages is None:
             raise ValueError(
@@ -170,8 +189,16 @@ class Document:
                 "generate, or read the text with chat=True"
             )
         check_prompt(question)
-        tokenizer = self.cache.llm.tokenizer
-        text = render_question(tokenizer, self.messages, question, separator, self.template_options)
+        tokenizer, options = self.cache.llm.tokenizer, self.template_options
+        if template_options:
+            options = {**(options or {}), **template_options}
+            before, after = (render_context(tokenizer, self.messages, one) for one in (self.template_options, options))
+            if before != after:
+                raise ValueError(
+                    f"template_options={shorten(template_options)} change how the chat template renders the document, "
+                    "which was read without them; read it again with these options"
+                )
+        text = render_question(tokenizer, self.messages, question, separator, options)
         return tokenizer.encode_continuation(text + answer_start, self.tokens)
 
     def _answer(

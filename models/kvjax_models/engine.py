@@ -84,7 +84,8 @@ class Output(NamedTuple):
 
     Attributes:
         number: number of the request.
-        text: new text; characters at its end that may be the start of a stop string come later.
+        text: new text; characters at its end that may be the start of a stop string come later. The last output of
+            a request has all that were held back, also if it failed or was aborted.
         tokens: new tokens, including an end-of-text token and the tokens of a stop string.
         finish_reason: "stop" for an end-of-text token or a stop string, "length" for the maximum number of tokens,
             "error" for an invalid request, "abort" after `Engine.abort`; None if the request is not finished.
@@ -342,9 +343,24 @@ class Engine:
                 return
         for row, (request, answer) in self._running.items():
             if request.number == number:
+                answer.finish()
                 self._finished.append(Output(number, answer.take(is_finished=True), [], "abort"))
                 self._free_rows([row])
                 return
+
+    def take_held_text(self, number: int) -> str:
+        """Returns the text of a running request that was held back, for a caller that ends it.
+
+        It may be the start of a stop string, or the bytes of an incomplete character.
+
+        Args:
+            number: number of the request.
+        """
+        for request, answer in self._running.values():
+            if request.number == number:
+                answer.finish()
+                return answer.take(is_finished=True)
+        return ""
 
     def step(self) -> list[Output]:
         """Prefills waiting requests while rows are free, and decodes one block of tokens in all rows.
@@ -561,7 +577,8 @@ class Engine:
         request, answer = self._running[row]
         count = int(np.sum(sampled.token[row] != NO_TOKEN))
         if is_faulty:
-            return Output(request.number, "", [], "error", error=self._describe_faults(row))
+            answer.finish()  # the text before this block, which is valid
+            return Output(request.number, answer.take(True), [], "error", error=self._describe_faults(row))
         num_before = len(answer.tokens)
         answer.push(sampled.token[row, :count].tolist())
         tokens = answer.tokens[num_before:]

@@ -38,8 +38,12 @@ def model_fingerprint(model: Llama) -> str:
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
-    """Returns the SHA-256 of everything that determines how a tokenizer encodes texts and conversations."""
-    fields = {field.name: getattr(tokenizer, field.name) for field in dataclasses.fields(tokenizer)}
+    """Returns the SHA-256 of everything that determines how a tokenizer encodes texts and conversations.
+
+    Whether it parses special tokens of users is not part of it: saves contain tokens.
+    """
+    names = (field.name for field in dataclasses.fields(tokenizer) if field.name != "parse_special")
+    fields = {name: getattr(tokenizer, name) for name in names}
     with _without_stdout():  # the library prints a warning about vocabularies with holes there
         backend = tokenizer.backend.to_str()
     return sha256_of_bytes(canonical_json(fields | {"backend": backend}).encode())

@@ -182,6 +182,7 @@ def load(
     mesh: Mesh | None = None,
     *,
     weight_dtype: WeightDtype | None = None,
+    parse_special: bool = False,
 ) -> LanguageModel:
     """Loads a model and its tokenizer; enables JAX's cache of compiled programs (see `compile_cache`).
 
@@ -193,6 +194,8 @@ def load(
         mesh: mesh to shard the model on (see `kvjax.make_mesh`); a single device by default.
         weight_dtype: "int8" stores the embedding and all kernels in int8 with one scale per output channel, a quarter
             of the bytes of float32; activations keep `dtype`. Needs a single device.
+        parse_special: whether special tokens that texts and messages spell out, such as "<|im_end|>", become these
+            tokens, for prompts that contain a rendered chat template. By default they stay text.
 
     Returns:
         The model and its tokenizer.
@@ -207,7 +210,7 @@ def load(
     options = LoadOptions(dtype, widen=device.platform == "cpu", weight_dtype=weight_dtype, mesh=mesh)
     model, tokenizer = formats.load(path, options=options)
     try:
-        return LanguageModel(model, tokenizer)
+        return LanguageModel(model, dataclasses.replace(tokenizer, parse_special=parse_special))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -86,7 +86,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, template_options: Templa
         return tokenizer.encode_chat(prompt, template_options=template_options)
     if template_options:
         raise ValueError(f"template_options={template_options!r} apply to conversations only; pass a list of messages")
-    return tokenizer.encode(prompt)
+    return tokenizer.encode(tokenizer.escape(prompt))
 
 
 def is_tokens(value: object) -> TypeGuard[Sequence[int]]:

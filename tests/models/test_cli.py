@@ -120,6 +120,19 @@ def test_generate_stops_at_a_string(kvjax):
     assert stop and kvjax(*options, f"--stop={stop}").out == text.partition(stop)[0] + "\n"
 
 
+def test_tokens_after_a_stop_string_are_not_counted(kvjax, tmp_path):
+    """States are saved after entire blocks, which go on after a stop string."""
+    options = ["generate", MODEL, "--prompt=Read the record.", "--max_new_tokens=60"]
+    text = kvjax(*options).out.removesuffix("\n")
+    assert len(text) > 5
+    options += [f"--stop={text[2:4]}", f"--save_dir={tmp_path / 'run'}"]
+    expected, count = text.partition(text[2:4])[0] + "\n", text.index(text[2:4]) + 2  # a token is a character
+    first = kvjax(*options)
+    assert first.out == expected and f"{count} generated at" in first.err
+    resumed = kvjax(*options, "--resume")
+    assert resumed.out == expected and "0 generated at" in resumed.err
+
+
 def test_generate_completes_a_file_of_prompts_and_resumes(kvjax, answer, tmp_path):
     text, output = CONTEXT + QUESTION, tmp_path / "out" / "texts.jsonl"
     lines = [text, {"id": "short", "prompt": "Read the record.", "max_new_tokens": 3}, {"prompt": text[:200]}]

@@ -4,20 +4,26 @@ import concurrent.futures
 import contextlib
 import http.client
 import json
+import logging
 import random
 import re
 import shutil
 import signal
 import socket
+import subprocess
 import threading
+import traceback
 
 import openai
 import pytest
 
 from kvjax_models.document import Document
 from kvjax_models.generation.sampling import Sampling
+from kvjax_models.server import app, documents, schema
+from kvjax_models.server.answers import Format
 from kvjax_models.server.app import _PAGE
-from kvjax_models.server.worker import _Lane
+from kvjax_models.server.documents import Documents
+from kvjax_models.server.worker import Settings, Worker, _Lane
 from tests.models import chain, tiny
 from tests.models.serving import MODEL, Server, answers, run_command, wait_until
 from tests.models.support import damage_bytes
@@ -160,6 +166,18 @@ def test_k3_limits(server, path, stream):
     assert re.search("1000 .*exceed", refuse(server, path, max_tokens=1000, stream=stream)["message"])
 
 
+@EACH
+def test_nothing_is_returned_for_tokens_after_a_stop_string(server, path, stream):
+    fields = {"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}
+    for stop, text, count in (("ick", "The qu", 3), ("ow", "The quick br", 5), (["absent", "The"], "", 1)):
+        before = server.metric("kvjax_new_tokens_total")
+        [(actual, reason, logprobs)], usage = ask(server, path, stream, "?", stop=stop, **fields)
+        assert (actual, reason, usage["completion_tokens"]) == (text, "stop", count)
+        tokens = [one["token"] for one in logprobs["content"]] if path == CHAT else logprobs["tokens"]
+        assert tokens == ["The", " qu", "ick", " br", "own", " fox"][:count]
+        wait_until(lambda: server.metric("kvjax_new_tokens_total") == before + count)  # noqa: B023
+
+
 def test_k3_max_completion_tokens(server):
     for fields, expected in (
         ({"max_completion_tokens": 2}, 2),
@@ -282,6 +300,14 @@ def open_request(server, data, path=CHAT):
     return connection
 
 
+def receive_until(connection, data):
+    received = b""
+    while data not in received:
+        part = connection.recv(10_000)
+        assert part, received
+        received += part
+
+
 def is_idle(server):
     return server.metric("kvjax_rows_running") == 0 and server.metric("kvjax_sequences_waiting") == 0
 
@@ -293,7 +319,7 @@ def test_k8_disconnects(long_server, path, stream):
     connections = [open_request(long_server, data, path) for _ in range(3)]  # two run, one waits
     wait_until(lambda: long_server.worker.num_rows == 2 and long_server.worker.num_waiting == 1)
     if stream:
-        assert b" w" in connections[0].recv(10_000)
+        receive_until(connections[0], b" w")
     connections[1].shutdown(socket.SHUT_WR)  # half-closed
     for connection in (connections[2], connections[0]):
         connection.close()
@@ -321,6 +347,33 @@ def test_k9_faults_end_one_request(server, stream):
         list(answer)
 
 
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("end", ["fault", "engine", "worker"])
+def test_text_that_was_held_back_precedes_an_error(cache, monkeypatch, path, end):
+    """All text may be the start of the stop string, until the answer ends with an error."""
+    steps, step = iter(range(1, 100)), _Lane.step
+
+    def fail_second(lane):
+        if next(steps) > 2:  # one for the prefill, or a second one for tokens
+            raise RuntimeError("out of memory") if end == "engine" else SystemExit
+        step(lane)
+
+    with Server(cache, {"max_prefill_steps": 1}) as server:
+        wait_until(lambda: server.worker.is_ready)
+        if end != "fault":
+            monkeypatch.setattr(_Lane, "step", fail_second)
+        options = {"stop": [" n1" + "x" * 60], "max_tokens": 60}
+        status, events = server.stream(path, **body(path, "%", **options))
+        assert status == 200 and "error" in events[-1], events
+        text = "".join(
+            choice["delta"].get("content", "") if path == CHAT else choice["text"]
+            for event in events[:-1]
+            for choice in event["choices"]
+        )
+        assert text == " n1 n2 n3 n4"
+        assert all(choice["finish_reason"] is None for event in events[:-1] for choice in event["choices"])
+
+
 def test_k9_a_dead_worker_fails_requests():
     with Server(make_llm(max_length=40_000).cache(), {"max_new_tokens": 20_000}) as server:
         client = concurrent.futures.ThreadPoolExecutor(4)
@@ -344,6 +397,25 @@ def test_k9_a_dead_worker_fails_requests():
         wait_until(lambda: server.request("GET", "/health") == (503, {"status": "failed"}))
         refuse(server, status=503)
         assert server.post("/v1/documents", text="x")[0] == 503
+
+
+def test_k9_the_end_of_the_worker_is_reported():
+    is_reported = threading.Event()
+    worker = Worker(lambda: exec("raise ValueError('no model')"), Settings(), on_failure=is_reported.set)
+    worker.start()
+    assert is_reported.wait(60) and str(worker.error) == "no model"
+    is_reported.clear()
+    worker = Worker(lambda: make_llm().cache(), Settings(rows=1, max_new_tokens=8), on_failure=is_reported.set)
+    worker.start()
+    wait_until(lambda: worker.is_ready)
+    worker.stop()
+    assert worker.join(60) and not is_reported.is_set()  # no failure
+
+
+def test_prompts_beyond_the_context_are_refused_at_the_start():
+    worker = Worker(lambda: make_llm().cache(), Settings(max_prompt_tokens=513))
+    worker.start()
+    assert worker.join(60) and "max_prompt_tokens=513 exceeds the model's context length of 512" in str(worker.error)
 
 
 def test_k9_a_failed_engine_is_replaced(cache, monkeypatch):
@@ -492,6 +564,47 @@ def test_k12_the_page_shows_answers_as_text(server):
     assert not re.search(r"(src|href)=.?https?:|@import|url\(", page) and page.count("\n") <= 300
 
 
+# The page in place of a browser: reads a text, asks, and prints the answer, the notes and the body of the request.
+_RUN_PAGE = """
+const elements = {}, bodies = [], original = fetch;
+const make = () => ({style: {}, classList: {add() {}, remove() {}}, value: "", textContent: "", children: [],
+  addEventListener() {}, append(...all) { this.children.push(...all); }, prepend(one) { this.children.unshift(one); },
+  replaceChildren() { this.children = []; }, focus() {}});
+globalThis.document = {createElement: make, getElementById: (id) => elements[id] ??= make()};
+globalThis.fetch = (path, options) => { bodies.push(options.body); return original("URL" + path, options); };
+SCRIPT
+(async () => {
+  at("text").value = "A boat sails.";
+  await read();
+  at("question").value = QUESTION;
+  await ask();
+  const [, answer, note] = at("answers").children[0].children;
+  console.log(JSON.stringify([answer.textContent, note.textContent, at("problem").textContent, bodies.pop()]));
+})();
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="runs the page's script in node")
+@pytest.mark.parametrize(
+    ("prompt", "capacity", "limit", "note"),
+    [
+        ("~", 600, 256, "The answer was cut: 256 tokens"),
+        ("?", 600, 256, "7 tokens"),
+        ("~", 64, None, "The answer was cut"),
+    ],
+)
+def test_the_page_limits_an_answer_and_says_when_it_was_cut(prompt, capacity, limit, note):
+    with Server(make_llm(max_length=2000).cache(), {"max_new_tokens": capacity}) as server:
+        page = _PAGE.read_text("utf-8")
+        script = page.partition("<script>")[2].partition("</script>")[0]
+        run = _RUN_PAGE.replace("URL", server.url).replace("QUESTION", json.dumps(prompt)).replace("SCRIPT", script)
+        process = subprocess.run(["node", "-e", run], capture_output=True, text=True, timeout=120, check=False)
+    assert process.returncode == 0, process.stderr
+    answer, actual, problem, data = json.loads(process.stdout)
+    assert actual.startswith(note) and answer and problem == ""
+    assert json.loads(data).get("max_tokens") == limit
+
+
 # --- documents ---
 
 
@@ -557,6 +670,16 @@ def test_documents_beyond_the_limit_are_on_disk(random_llm, tmp_path):
                 for name in names[: statuses.count(200)]
             }
             assert len(answers) == 1 and server.metric("kvjax_documents ") == 2
+
+
+def test_short_documents_hold_what_the_smallest_cache_holds(random_llm):
+    with Server(random_llm.cache("snapkv", "50%"), {"max_prompt_tokens": 1024}) as server:
+        for text in ("The code is 42.", "A boat."):
+            status, document = server.post("/v1/documents", text=text)
+            assert status == 200 and document["bytes"] > 0
+            assert ask(server, CHAT, False, "Why?", document=document["id"], max_tokens=3)[0][0][0]
+    with Server(random_llm.cache("snapkv", "10%")) as server:
+        assert "budget=10% of 320 tokens is less than the smallest cache of policy=snapkv" in str(server.worker.error)
 
 
 def test_documents_are_refused(server):
@@ -631,6 +754,164 @@ def test_fields_that_change_the_answer_are_refused_by_name(server):
     assert refuse(server, top_logprobs=2)["param"] == "top_logprobs"
     assert refuse(server, stream_options={"include_usage": True})["param"] == "stream_options"
     assert "chat template does not use" in refuse(server, chat_template_kwargs={"unknown": 1})["message"]
+
+
+def test_documents_take_variables_of_the_template():
+    template = TEMPLATE + "{% if thinks is defined and not thinks %}[silent]{% endif %}"
+    changing = "{% if style is defined %}{{ style }}{% endif %}" + template
+    with Server(chain.make_llm(CHAINS, changing).cache()) as server:
+        silent = {"chat_template_kwargs": {"thinks": False}}
+
+        def num_tokens(document, **fields):
+            usage = ask(server, CHAT, False, "?", document=document, max_tokens=2, **fields)[1]
+            return usage["prompt_tokens"]
+
+        assert server.post("/v1/documents", id="plain", text="A boat.")[0] == 200
+        assert server.post("/v1/documents", id="silent", text="A boat.", **silent)[0] == 200
+        expected = num_tokens("plain") + len("[silent]")
+        assert num_tokens("silent") == num_tokens("plain", **silent) == expected
+        assert num_tokens("silent", chat_template_kwargs={"thinks": True}) == num_tokens("plain")
+        error = refuse(server, document="plain", chat_template_kwargs={"style": "Rhyme."})
+        assert "change how the chat template renders the document" in error["message"]
+        assert (
+            "does not use 'unknown'" in refuse(server, document="plain", chat_template_kwargs={"unknown": 1})["message"]
+        )
+        status, answer = server.post("/v1/documents", text="x", chat_template_kwargs={"unknown": 1})
+        assert status == 400 and "does not use 'unknown'" in answer["error"]["message"]
+        assert (
+            server.post("/v1/documents", id="styled", text="A boat.", chat_template_kwargs={"style": "Rhyme."})[0]
+            == 200
+        )
+        assert num_tokens("styled") == num_tokens("plain") + len("Rhyme.")
+
+
+def test_special_tokens_of_users_are_text(server):
+    def num_tokens(answer):
+        assert answer[0] == 200, answer
+        return answer[1]["usage"]["prompt_tokens"]
+
+    text, special = f"{chain.EOS}?", {"parse_special": True}
+    for send in (server.complete, server.chat):
+        difference = num_tokens(send(text, max_tokens=1)) - num_tokens(send("?", max_tokens=1))
+        assert difference == len(chain.EOS)
+        assert num_tokens(send(text, max_tokens=1)) - num_tokens(send(text, max_tokens=1, **special)) == difference - 1
+    sizes = [server.post("/v1/documents", text=text, **fields)[1] for fields in ({}, special)]
+    assert sizes[0]["tokens"] - sizes[1]["tokens"] == len(chain.EOS) - 1
+    for document in (sizes[0]["id"], sizes[1]["id"]):
+        for send in (server.complete, server.chat):
+            options = {"max_tokens": 1, "document": document}
+            difference = num_tokens(send(text, **options)) - num_tokens(send(text, **options, **special))
+            assert difference == len(chain.EOS) - 1
+
+
+@pytest.mark.parametrize(
+    "function", ["schema.parse", "Documents.check_text", "ChatRequest.prompts", "digests", "Format.answer"]
+)
+def test_health_and_streams_do_not_wait_for_the_work_of_a_request(server, monkeypatch, function):
+    """The time of this work grows with the size of a body or of an answer."""
+    owner, name = {
+        "schema.parse": (schema, "parse"),
+        "Documents.check_text": (Documents, "check_text"),
+        "ChatRequest.prompts": (schema.ChatRequest, "prompts"),
+        "digests": (app, "digests"),
+        "Format.answer": (Format, "answer"),
+    }[function]
+    original, is_called, may_go_on = getattr(owner, name), threading.Event(), threading.Event()
+
+    def wait(*args):
+        if not is_called.is_set():
+            is_called.set()
+            assert may_go_on.wait(60)
+        return original(*args)
+
+    monkeypatch.setattr(owner, name, wait)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        if function == "Documents.check_text":
+            slow = pool.submit(server.post, "/v1/documents", text=TEXT_OF_DOCUMENT)
+        else:
+            slow = pool.submit(server.chat, "?", temperature=0)
+        try:
+            assert is_called.wait(60)
+            assert server.request("GET", "/health")[0] == 200
+            assert ask(server, TEXT, True, "?")[0][0][0] == FOX
+            assert not slow.done()
+        finally:
+            may_go_on.set()
+        assert slow.result(60)[0] == 200
+
+
+def test_the_log_has_a_line_per_request_without_its_text(server, caplog):
+    caplog.set_level(logging.INFO, "kvjax_models.server")
+    secret = "secretword"
+    document = server.post("/v1/documents", id="secretid", text=f"{secret} ? " * 3)[1]
+    ask(server, CHAT, True, "?", document="secretid", max_tokens=3)
+    ask(server, TEXT, False, f"{secret} ?", max_tokens=3)
+    refuse(server, prompt=secret, temperature=-1)
+    refuse(server, document=f"{secret}2", status=404)
+    assert server.request("GET", f"/v1/documents/{secret}")[0] == 404
+    assert server.request("GET", "/nothing%0Ahere")[0] == 404
+    assert server.request("GET", "/v1/models", headers={"Host": "evil.example"})[0] == 403
+    server.request("GET", "/health"), server.request("GET", "/metrics")
+    wait_until(lambda: len(caplog.records) >= 8)
+    lines = [record.getMessage() for record in caplog.records]
+    patterns = [
+        rf"POST /v1/documents 200 in \d+\.\d+ s; {document['tokens']} tokens read",
+        rf"POST {CHAT} 200 in \S+ s; length; \d+ prompt tokens \({document['tokens']} cached\), 3 new tokens",
+        rf"POST {TEXT} 200 in \S+ s; length; {len(secret) + 2} prompt tokens \(0 cached\), 3 new tokens",
+        rf"POST {CHAT} 400 in \S+ s",
+        rf"POST {CHAT} 404 in \S+ s",
+        r"GET /v1/documents/ID 404 in \S+ s",
+        r"GET /nothing\\nhere 404 in \S+ s",
+        r"GET /v1/models 403 in \S+ s",
+    ]
+    assert len(lines) == len(patterns)
+    for line, pattern in zip(lines, patterns, strict=True):
+        assert re.fullmatch(pattern, line) and secret not in line and "secretid" not in line, line
+
+
+@EACH
+def test_a_client_that_leaves_is_a_line_in_the_log(long_server, caplog, path, stream):
+    caplog.set_level(logging.INFO)
+    connection = open_request(long_server, body(path, "~", max_tokens=20_000, stream=stream), path)
+    wait_until(lambda: long_server.worker.num_rows == 1)
+    if stream:
+        receive_until(connection, b" w")
+    connection.close()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"
+    unfinished = socket.create_connection(("127.0.0.1", long_server.port))  # leaves while it sends its body
+    unfinished.sendall(head)
+    unfinished.close()
+    wait_until(lambda: is_idle(long_server) and len(caplog.records) >= 2)
+    assert [(record.levelname, record.exc_info) for record in caplog.records] == [("INFO", None)] * 2
+    lines = sorted(record.getMessage() for record in caplog.records)
+    assert sum("cancelled" in line for line in lines) == 1 and sum(" 499 in " in line for line in lines) == 2 - stream
+
+
+@pytest.mark.parametrize("place", ["engine", "start", "document", "call", "handler"])
+def test_what_fails_inside_is_logged_with_its_traceback(cache, monkeypatch, caplog, place):
+    def fail(*_, **__):
+        raise RuntimeError("out of memory")
+
+    owner, name = {
+        "engine": (_Lane, "step"),
+        "start": (_Lane, "add"),
+        "document": (documents, "read_steps"),
+        "call": (Documents, "describe"),
+        "handler": (Format, "answer"),
+    }[place]
+    with Server(cache) as server:
+        monkeypatch.setattr(owner, name, fail)
+        if place == "document":
+            status, answer = server.post("/v1/documents", text="x")
+        elif place == "call":
+            status, answer = server.request("GET", "/v1/documents/x")
+        else:
+            status, answer = server.chat("?")
+        assert status == 500 and "out of memory" not in json.dumps(answer)
+        errors = [record for record in caplog.records if record.exc_info]
+        assert len(errors) == 1 and errors[0].levelname == "ERROR", errors
+        assert "out of memory" in str(errors[0].exc_info[1])
+        assert any(entry.name == "fail" for entry in traceback.extract_tb(errors[0].exc_info[2]))
 
 
 def test_a_full_queue_is_refused(long_server):

@@ -97,7 +97,7 @@ def test_compressed_turns_equal_an_uninterrupted_conversation(llm, policy):
     cache = llm.cache(policy, 24)
     settings = {"max_new_tokens": 128, "rows": 2}
     with Server(cache, settings) as server:
-        messages, usages = converse(server, temperature=0)
+        messages, usages = converse(server, temperature=0, reuse=True)
         generator = server.worker._lanes[None].engine.generator.with_batch(1)
         fresh = ask(server, messages[:-1], temperature=0, reuse=False)[0]
     assert_continued(usages)
@@ -118,19 +118,44 @@ def test_turns_about_a_document_continue_its_tail(llm):
     cache = llm.cache("streaming_llm", "50%")
     with Server(cache, {"max_new_tokens": 128}) as server:
         document = server.post("/v1/documents", text="A long text about ships. " * 6)[1]
-        messages, usages = converse(server, document=document["id"])
+        messages, usages = converse(server, document=document["id"], reuse=True)
         assert_continued(usages, first=document["tokens"])
         for seed in range(3):
             options = {"seed": seed, "reuse": False, "document": document["id"]}
             [text], usage = ask(server, messages[: 2 * seed + 1], **options)
             assert text == messages[2 * seed + 1]["content"] and num_cached(usage) == document["tokens"]
         other = server.post("/v1/documents", text="A long text about trees. " * 6)[1]
-        assert num_cached(ask(server, messages[:3], document=other["id"])[1]) == other["tokens"]
-        assert num_cached(ask(server, messages[:3])[1]) == 0
+        assert num_cached(ask(server, messages[:3], document=other["id"], reuse=True)[1]) == other["tokens"]
+        assert num_cached(ask(server, messages[:3], reuse=True)[1]) == 0
         # A document of the same id is another one.
         server.request("DELETE", f"/v1/documents/{document['id']}")
         server.post("/v1/documents", id=document["id"], text="A long text about ships. " * 6)
-        assert num_cached(ask(server, messages[:3], document=document["id"])[1]) == document["tokens"]
+        options = {"document": document["id"], "reuse": True}
+        assert num_cached(ask(server, messages[:3], **options)[1]) == document["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "kv_dtype"), [("streaming_llm", 24, None), ("clustergen", 24, None), ("exact", None, "int8")]
+)
+def test_answers_of_compressed_caches_do_not_depend_on_earlier_requests(llm, policy, budget, kv_dtype):
+    with Server(llm.cache(policy, budget, kv_dtype=kv_dtype), {"max_new_tokens": 128}) as server:
+        messages, usages = converse(server)
+        assert [num_cached(usage) for usage in usages] == [0, 0, 0] and not len(server.worker.conversations)
+        for _ in range(2):  # also after an answer that is continued on request
+            for seed in range(3):
+                assert ask(server, messages[: 2 * seed + 1], seed=seed)[0] == [messages[2 * seed + 1]["content"]]
+            converse(server, reuse=True)
+        document = server.post("/v1/documents", text="A long text about ships. " * 6)[1]
+        messages, usages = converse(server, document=document["id"])
+        assert [num_cached(usage) for usage in usages] == [document["tokens"]] * 3
+
+
+def test_a_full_cache_in_the_dtype_of_the_model_continues(llm):
+    with Server(llm.cache("exact", kv_dtype="bfloat16"), {"max_new_tokens": 128}) as server:  # of a float32 model
+        assert [num_cached(usage) for usage in converse(server)[1]] == [0, 0, 0]
+    with Server(llm.cache(), {"max_new_tokens": 128}) as server:
+        document = server.post("/v1/documents", text="A long text about ships. " * 6)[1]
+        assert_continued(converse(server, document=document["id"])[1], first=document["tokens"])
 
 
 def test_other_keys_and_other_messages_do_not_continue(server):

@@ -13,6 +13,7 @@ from kvjax_models.fingerprint import tokenizer_fingerprint
 from kvjax_models.formats import chat_template
 from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
 from kvjax_models.formats.tokenizer import Streamer, Tokenizer
+from tests.models.support import time_limit
 
 BOS, EOS = "<s>", "</s>"
 TEXTS = ["the cat sat on the mat", "a café, naïve; 日本語 😀 and más", "def f(x):\n    return x"] * 3
@@ -346,6 +347,28 @@ def test_a_message_that_the_template_omits_is_refused():
     assert dataclasses.replace(tokenizer, chat_template=strict.replace("%s", "m.content")).render_chat(yes) == "yes"
     with pytest.raises(ValueError, match="omits the content of message 0"):
         dataclasses.replace(tokenizer, chat_template=strict.replace("%s", "1")).render_chat(yes)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_time_to_render_is_linear_in_the_messages(refused):
+    """Also if the template refuses the texts with which the contents are tested."""
+    guard = "{% if m.content[:1] != 'a' %}{{ raise_exception('no') }}{% endif %}" if refused else ""
+    template = (
+        f"{{% for m in messages %}}{guard}{{% if m.role == 'user' %}}{{{{ m.content }}}}\n{{% endif %}}{{% endfor %}}"
+    )
+    tokenizer = dataclasses.replace(OPTIONS_TOKENIZER, chat_template=template)
+    messages = [{"role": "user", "content": f"a{number}"} for number in range(200_000)]
+    with time_limit(60):
+        assert tokenizer.render_chat(messages).count("\n") == len(messages)
+        with pytest.raises(ValueError, match="omits the content of message 200000"):
+            tokenizer.render_chat([*messages, {"role": "critic", "content": "absent"}])
+
+
+def test_contents_are_found_in_any_order():
+    template = "{% for m in messages | reverse %}{% if m.content is string and m.content[:2] != '70' %}{{ m.content }}"
+    template += "{% else %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    tokenizer = dataclasses.replace(OPTIONS_TOKENIZER, chat_template=template)
+    assert tokenizer.render_chat([{"role": "user", "content": content} for content in "abca"]) == "acba"
 
 
 def test_a_turn_has_no_start_of_a_conversation():

@@ -8,7 +8,9 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import warnings
+from types import TracebackType
 from typing import Any
 
 from absl import app, logging
@@ -30,6 +32,7 @@ _COMMANDS = {
     "calibrate": ("calibrate", "Calibrate"),
 }
 _MAX_MESSAGE = 2000  # characters of an error
+_SAVE_LIBRARIES = ("orbax", "tensorstore")
 _TRACEBACK = "KVJAX_TRACEBACK"  # environment variable that makes errors show their traceback
 
 
@@ -79,18 +82,30 @@ def _print_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     write_status(f"kvjax: {message}")
 
 
-def _without_traceback(record: stdlib_logging.LogRecord) -> bool:
-    """Returns whether to log a record: not if it has the traceback of an error."""
-    return not record.exc_info
+def _is_of_a_save(trace: TracebackType | None) -> bool:
+    """Returns whether an error comes from a library that writes saves, which repeats it in the main thread."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(trace))
+    return any(module.partition(".")[0] in _SAVE_LIBRARIES for module in modules)
 
 
-def _ignore(error: threading.ExceptHookArgs) -> None:
-    """Ignores the error of a thread."""
+def _is_logged(record: stdlib_logging.LogRecord) -> bool:
+    """Returns whether to log a record: not if it has the traceback of an error of a save."""
+    return not (isinstance(record.exc_info, tuple) and _is_of_a_save(record.exc_info[2]))
 
 
-def _print_in_main_thread(error: Any) -> None:
-    """Prints an error that cannot be raised, such as one in a destructor, if it is of the main thread."""
-    if threading.current_thread() is threading.main_thread():
+def _print_thread_error(error: threading.ExceptHookArgs) -> None:
+    """Prints the error that ended a thread, unless it comes from a save."""
+    if not _is_of_a_save(error.exc_traceback):
+        threading.__excepthook__(error)
+
+
+def _print_unraisable(error: Any) -> None:
+    """Prints an error that cannot be raised, such as one in a destructor, unless it comes from a save.
+
+    tensorstore calls Python in threads that Python has not started.
+    """
+    is_foreign = isinstance(threading.current_thread(), threading._DummyThread)
+    if not is_foreign and not _is_of_a_save(error.exc_traceback):
         sys.__unraisablehook__(error)
 
 
@@ -130,9 +145,9 @@ def run() -> None:
     """
     if not os.environ.get(_TRACEBACK):
         warnings.showwarning = _print_warning
-        logging.get_absl_logger().addFilter(_without_traceback)
-        threading.excepthook = _ignore
-        sys.unraisablehook = _print_in_main_thread
+        logging.get_absl_logger().addFilter(_is_logged)
+        threading.excepthook = _print_thread_error
+        sys.unraisablehook = _print_unraisable
         # Of writes that orbax drops after another one failed.
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     interrupts.install()

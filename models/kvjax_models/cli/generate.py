@@ -229,7 +229,9 @@ def _print_continuation(
     # States are saved when they are settled, at the end of a block.
     interval = None if saves else 1
     max_tokens = options.max_new_tokens - num_restored
-    for new_state, block in generator.decode(state, max_tokens, interval, compact_last=saves is not None):
+    # A restored text may have ended at a stop string.
+    blocks = generator.decode(state, max_tokens, interval, compact_last=saves is not None)
+    for new_state, block in () if answer.is_stopped else blocks:
         state = new_state
         if len(tokens) == num_restored:
             line.show("")
@@ -246,5 +248,5 @@ def _print_continuation(
     write_output(answer.take(is_finished=True) + "\n")
     seconds = max(stopwatch.seconds, 1e-6)
     kvjax.raise_faults(state)
-    num_new = len(tokens) - num_restored
+    num_new = max(len(answer.tokens) - num_restored, 0)  # without tokens after a stop string
     return f"{num_new} generated at {num_new / seconds:.1f} tokens/s", state

@@ -38,6 +38,7 @@ class ModelOptions:
     devices: Devices = dataclasses.field(default_factory=Devices)
     # Of the cache: bfloat16, int8, fp8, int4, int3, int2, or KEYS,VALUES; for auto and heads=auto by budget.
     kv_dtype: str | None = None
+    parse_special: bool = False  # Special tokens that texts spell out, such as <|im_end|>, become tokens.
     policy_module: str | None = None  # A Python file to run first; its policies are added with kvjax.register.
 
     @property
@@ -90,7 +91,8 @@ class ModelOptions:
         if not self.devices.is_single:
             mesh = make_mesh(self.devices, formats.load_config(path).kv_heads)
         dtype = None if self.dtype is None else jnp.dtype(self.dtype)
-        return language_model.load(path, dtype, mesh, weight_dtype=self.weight_dtype)
+        options = {"weight_dtype": self.weight_dtype, "parse_special": self.parse_special}
+        return language_model.load(path, dtype, mesh, **options)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,12 +1,15 @@
 """`kvjax serve`: an HTTP server with OpenAI's interface, for prompts and for documents that are compressed once."""
 
 import asyncio
+import contextlib
 import dataclasses
 import importlib.util
+import logging as stdlib_logging
 import os
 import pathlib
 import signal
 import socket
+from urllib.parse import urlsplit
 
 import simple_parsing
 
@@ -14,7 +17,6 @@ from kvjax.budget import Budget
 from kvjax_models.cache import CachedModel
 from kvjax_models.cli import interrupts
 from kvjax_models.cli.options import ModelOptions, repeatable
-from kvjax_models.cli.output import write_status
 
 _KEY_VARIABLE = "KVJAX_API_KEY"
 
@@ -28,7 +30,7 @@ class Serve(ModelOptions):
     rows: str = "4"  # Batch rows of prompts (4), or bytes for their caches (2GiB).
     documents: int = 4  # Documents that are asked at a time.
     document_rows: int = 4  # Questions to one document that run at a time.
-    max_prompt_tokens: int = 8192  # Maximum length of a prompt or of a document.
+    max_prompt_tokens: int | None = None  # Maximum length of a prompt or document; 8192 or the model's limit.
     max_new_tokens: int = 1024  # Maximum length of an answer; for documents of a question and its answer.
     max_queue: int = 64  # Maximum number of sequences that wait for a row, and of texts that wait to be read.
     max_body_bytes: str = "4MiB"  # Maximum size of a request.
@@ -52,14 +54,13 @@ class Serve(ModelOptions):
         """
         if missing := [one for one in _LIBRARIES if importlib.util.find_spec(one) is None]:
             raise ValueError(f"serve needs {', '.join(missing)}; install kvjax[server]")
-        choice = self.parse_policy(self.policy, self.budget)
-        for name in ("documents", "document_rows", "max_prompt_tokens", "max_new_tokens", "shutdown_seconds"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name}={getattr(self, name)} must be at least 1")
+        choice, kv_formats = self.parse_policy(self.policy, self.budget), self.kv_formats
+        self._check_options()
         # Imported here, because the libraries of the extra may be missing.
         import uvicorn
 
         from kvjax_models.server.app import STOP_SECONDS, Access, make_app
+        from kvjax_models.server.log import logger
         from kvjax_models.server.worker import Settings, Worker
 
         settings = Settings(
@@ -76,22 +77,21 @@ class Serve(ModelOptions):
         access = Access(
             hosts=[self.host, *self.allow_host],
             origins=self.allow_origin,
-            api_key=self.api_key or os.environ.get(_KEY_VARIABLE) or None,
+            api_key=self._find_key(),
             max_body_bytes=_parse_bytes("max_body_bytes", self.max_body_bytes),
         )
 
         def load() -> CachedModel:
-            try:
-                return self.load().cache(choice, kv_dtype=self.kv_formats)
-            except BaseException:
-                server.should_exit = True
-                raise
+            return self.load().cache(choice, kv_dtype=kv_formats)
 
-        worker = Worker(load, settings)
+        def end() -> None:
+            server.should_exit = True
+
+        model_name = self.name or pathlib.Path(self.model).name
+        worker = Worker(load, settings, model_name, end)
         config = uvicorn.Config(
-            make_app(worker, self.name or pathlib.Path(self.model).name, access),
-            host=self.host,
-            port=self.port,
+            make_app(worker, model_name, access),
+            log_config=None,  # its records have the format of the others
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=self.shutdown_seconds + STOP_SECONDS,
@@ -106,16 +106,81 @@ class Serve(ModelOptions):
                 asyncio.get_running_loop().call_later(seconds, worker.stop)
                 await super().shutdown(sockets)
 
+        logger.setLevel(stdlib_logging.INFO)
+        listener = _listen(self.host, self.port)
+        logger.info("listening on %s; the model is loading", _describe_address(listener))
         server, seconds = Server(config), self.shutdown_seconds
         # uvicorn raises the signal again after its shutdown; the process then ends with status 0.
         signal.signal(signal.SIGTERM, lambda *_: None)
-        write_status(f"serving on http://{self.host}:{self.port}")
         with interrupts.deferred():
-            server.run()
+            server.run([listener])
+        if isinstance(worker.error, ValueError | OSError):
+            raise worker.error
         if worker.error is not None:
-            raise ValueError(f"the worker has failed: {worker.error}") from worker.error
+            raise ValueError(f"the server has failed: {worker.error!r}") from worker.error
         if not worker.join(0):  # a step takes long; the interpreter must not destroy XLA's client meanwhile
             interrupts.exit_now(0)
+
+    def _check_options(self) -> None:
+        """Checks the options with which no request could be answered.
+
+        Raises:
+            ValueError: if one is invalid.
+        """
+        positive = (
+            "documents", "document_rows", "max_prompt_tokens", "max_new_tokens", "max_queue", "shutdown_seconds",
+        )  # fmt: skip
+        for name, minimum in (*((name, 1) for name in positive), ("conversations", 0)):
+            value = getattr(self, name)
+            if value is not None and value < minimum:
+                raise ValueError(f"--{name}={value} must be at least {minimum}")
+        if self.seed:
+            raise ValueError(f"--seed={self.seed} has no effect on a server; requests have the field seed")
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"--port={self.port} must be from 0 to 65535")
+        for host in self.allow_host:
+            if urlsplit(f"//{host}").hostname != host.lower():
+                raise ValueError(f"--allow_host={host} must be a name without a scheme and a port, such as example.org")
+        for origin in self.allow_origin:
+            parts = urlsplit(origin)
+            if origin not in ("*", "null") and origin != f"{parts.scheme}://{parts.netloc}":
+                raise ValueError(
+                    f"--allow_origin={origin} must be a scheme with a host, such as https://app.example, or *"
+                )
+
+    def _find_key(self) -> str | None:
+        """Returns the key that clients must send; None for no check.
+
+        Raises:
+            ValueError: if no client could send it.
+        """
+        key = os.environ.get(_KEY_VARIABLE) if self.api_key is None else self.api_key
+        if key is not None and (not key or key != key.strip() or not key.isprintable()):
+            source = _KEY_VARIABLE if self.api_key is None else "--api_key"
+            raise ValueError(
+                f"{source} must be a text that is not empty, without spaces around it and without line breaks"
+            )
+        return key
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens on an address.
+
+    Raises:
+        OSError: if that is not possible.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (")[0]
+        raise OSError(f"cannot listen on --host={host} --port={port}: {reason}; pass another address") from error
+
+
+def _describe_address(listener: socket.socket) -> str:
+    """Returns the URL of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 _LIBRARIES = ("starlette", "uvicorn", "msgspec", "prometheus_client")
@@ -127,7 +192,7 @@ def _parse_bytes(name: str, text: str) -> int:
     Raises:
         ValueError: if the text is none.
     """
-    size = Budget.parse(text).bytes
-    if size is None:
-        raise ValueError(f"--{name}={text} must be a number of bytes, such as 4GiB")
-    return size
+    with contextlib.suppress(ValueError):
+        if (size := Budget.parse(text).bytes) is not None:
+            return size
+    raise ValueError(f"--{name}={text} must be a number of bytes, such as 4GiB")

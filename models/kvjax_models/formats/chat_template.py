@@ -70,7 +70,10 @@ def parse_options(text: str) -> dict[str, Any]:
 
 def probe(number: int) -> str:
     """Returns a text in place of the content of a message: digits, which no filter of a template changes."""
-    return f"7040{number:06d}17"
+    return f"7040{number:09d}17"
+
+
+_PROBES = re.compile(r"(?=7040(\d{9})17)")  # also those that overlap with other digits
 
 
 def _text(message: Mapping[str, Any]) -> str | None:
@@ -107,19 +110,42 @@ def _check_contents(template: str, values: Mapping[str, Any], messages: Sequence
     Raises:
         ValueError: if one is omitted.
     """
-    numbers = [number for number, message in enumerate(messages) if (_text(message) or "").strip()]
-    probes = [_with_text(message, probe(i)) if i in numbers else message for i, message in enumerate(messages)]
+    contents = [(_text(message) or "").strip() for message in messages]
+    probes = [
+        _with_text(message, probe(number)) if content else message
+        for number, (message, content) in enumerate(zip(messages, contents, strict=True))
+    ]
     try:
-        text, expected = _render(template, {**values, "messages": probes}), [probe(number) for number in numbers]
+        found = {int(digits) for digits in _PROBES.findall(_render(template, {**values, "messages": probes}))}
     except ValueError:
-        expected = [(_text(messages[number]) or "").strip() for number in numbers]
-    for number, content in zip(numbers, expected, strict=True):
-        if content not in text:
+        found = _find_in_order(contents, text)
+    for number, content in enumerate(contents):
+        if content and number not in found:
             raise ValueError(
                 f"the chat template omits the content of message {number}, whose role is "
                 f"{messages[number].get('role')!r}; use roles that the template has, and put other texts into the "
                 "user's message"
             )
+
+
+def _find_in_order(contents: Sequence[str], text: str) -> set[int]:
+    """Returns the indices of the contents that are in a text, up to the first one that is not.
+
+    Most templates keep the order of the messages. Each search starts behind the content before, so that the time is
+    linear in the length of the text.
+
+    Args:
+        contents: the contents.
+        text: the text.
+    """
+    found, position = set[int](), 0
+    for number, content in enumerate(contents):
+        start = text.find(content, position)
+        if start < 0 and (start := text.find(content)) < 0:
+            break
+        found.add(number)
+        position = start + len(content)
+    return found
 
 
 def _known_options(template: str, options: Mapping[str, Any]) -> dict[str, Any]:

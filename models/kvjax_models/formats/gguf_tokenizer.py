@@ -17,6 +17,7 @@ from kvjax_models.formats.gguf_file import GGUFFile
 from kvjax_models.formats.tokenizer import Tokenizer, call_backend
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # entries of tokenizer.ggml.token_type
+_SPECIAL = (_UNKNOWN, _CONTROL)
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -94,7 +95,7 @@ def _tokenizer(file: GGUFFile) -> Tokenizer:
     if model == "gpt2":
         backend = _byte_level_bpe(file, vocabulary)
     elif model == "llama":
-        backend = _sentencepiece_bpe(file, tokens, vocabulary)
+        backend = _sentencepiece_bpe(file, tokens, vocabulary, kinds)
     else:
         raise ValueError(f"tokenizer.ggml.model={model!r} is not supported; supported: gpt2, llama")
     end_tokens, strips = _spelled_end_tokens(vocabulary, kinds), _strips_spaces(file)
@@ -192,13 +193,16 @@ def _byte_level_bpe(file: GGUFFile, vocabulary: dict[str, int]) -> tokenizers.To
     return backend
 
 
-def _sentencepiece_bpe(file: GGUFFile, tokens: Sequence[str], vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
+def _sentencepiece_bpe(
+    file: GGUFFile, tokens: Sequence[str], vocabulary: dict[str, int], kinds: np.ndarray
+) -> tokenizers.Tokenizer:
     """Returns a BPE tokenizer with SentencePiece's vocabulary; merges follow from the scores of its pieces.
 
     Args:
         file: the file.
         tokens: the pieces.
         vocabulary: their ids.
+        kinds: types by id.
 
     Raises:
         ValueError: if scores are missing.
@@ -209,7 +213,8 @@ def _sentencepiece_bpe(file: GGUFFile, tokens: Sequence[str], vocabulary: dict[s
     unknown = _token_id(file, "unknown", tokens)
     backend = _new_backend(
         vocabulary,
-        _merges(vocabulary, scores),
+        # Text must not become a special token.
+        _merges({token: index for token, index in vocabulary.items() if kinds[index] not in _SPECIAL}, scores),
         unk_token=None if unknown is None else tokens[unknown],
         fuse_unk=True,
         byte_fallback=True,

@@ -1,6 +1,7 @@
 """Encodes text to tokens and decodes tokens to text, also token by token; renders chat templates."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -8,6 +9,7 @@ from typing import Any, TypeVar
 import tokenizers
 
 from kvjax_models.formats import chat_template, files
+from kvjax_models.formats.special_tokens import MARK, SpecialTokens
 
 T = TypeVar("T")
 
@@ -27,6 +29,8 @@ class Tokenizer:
         eos_ids: tokens that finish a sequence.
         special_tokens: special tokens by role ("bos_token", "additional_special_tokens", ...), for chat templates.
         chat_template: Jinja template of conversations; None if the checkpoint has none.
+        parse_special: whether special tokens that texts and messages of users spell out, such as `<|im_end|>`, become
+            these tokens. By default they stay text.
     """
 
     backend: tokenizers.Tokenizer
@@ -34,6 +38,7 @@ class Tokenizer:
     eos_ids: tuple[int, ...]
     special_tokens: Mapping[str, str | list[str]]
     chat_template: str | None = None
+    parse_special: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -45,10 +50,29 @@ class Tokenizer:
         """The tokens that `decode` skips."""
         return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
+    @functools.cached_property
+    def _special_tokens(self) -> SpecialTokens:
+        """The special tokens, and those with a role in generation."""
+        return SpecialTokens(self.backend, self.special_ids.union(self.prefix_ids, self.eos_ids))
+
+    def escape(self, text: str) -> str:
+        """Marks the special tokens that a user's text spells out, unless `parse_special`.
+
+        The methods that encode texts encode marked ones as text, also within a longer text.
+
+        Args:
+            text: the text.
+
+        Returns:
+            The text with marks.
+        """
+        return self._special_tokens.escape(text, parse=self.parse_special)
+
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
         """Encodes a text; raises a ValueError if the tokenizer cannot encode it.
 
-        Special tokens that are spelled out in the text become these tokens. An end-of-text token is never added.
+        Special tokens that are spelled out in the text become these tokens; see `escape`. An end-of-text token is never
+        added.
 
         Args:
             text: the text.
@@ -79,15 +103,32 @@ class Tokenizer:
         """
         if context is not None and not len(context):
             return self._encode(text)
-        before = [] if context is None else [self.decode(context[-CONTEXT_TOKENS:], skip_special_tokens=False)]
+        before = [] if context is None else [self._spell(context[-CONTEXT_TOKENS:])]
         for anchor in (*before, _LINE_BREAK, _NULL):
             head, ids = self._encode(anchor), self._encode(anchor + text)
             if len(ids) > len(head) and ids[: len(head)] == head:
                 return ids[len(head) :]
         return self._encode(text)
 
+    def _spell(self, ids: Sequence[int]) -> str:
+        """Decodes tokens with special tokens, and marks special tokens that are encoded as text."""
+        text, special = self.decode(ids, skip_special_tokens=False), self._special_tokens
+        if special.count(text) == sum(token in special.ids for token in ids):  # all are tokens
+            return text
+        streamer, parts, plain = Streamer(self, skip_special_tokens=False), [], ""
+        for token in ids:
+            piece = streamer.push(token)
+            if token in special.ids:
+                parts += [special.escape(plain), piece]
+                plain = ""
+            else:
+                plain += piece
+        return "".join([*parts, special.escape(plain)])
+
     def _encode(self, text: str) -> list[int]:
         problem = "the tokenizer cannot encode this text"
+        if MARK in text:
+            return call_backend(problem, self._special_tokens.encode, text)
         return call_backend(problem, self.backend.encode, text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -150,7 +191,8 @@ class Tokenizer:
     ) -> str:
         """Renders a conversation with the checkpoint's chat template.
 
-        The text contains its own BOS token if the template writes one: encode it with `encode_chat`.
+        The text contains its own BOS token if the template writes one: encode it with `encode_chat`. Special tokens in
+        the contents of messages have marks; see `escape`.
 
         Args:
             messages: messages {"role": ..., "content": ...}.
@@ -172,7 +214,9 @@ class Tokenizer:
             )
         variables: dict[str, Any] = {"tools": None, "documents": None, **self.special_tokens}
         variables["add_generation_prompt"] = add_generation_prompt
-        return chat_template.render(self.chat_template, messages, variables, template_options)
+        messages = [_map_texts(message, self.escape) for message in messages]
+        options = None if template_options is None else _map_texts(template_options, self.escape)
+        return chat_template.render(self.chat_template, messages, variables, options)
 
     def render_turn(
         self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None = None
@@ -280,6 +324,15 @@ class Streamer:
 
     def _text(self, tokens: int | None = None) -> str:
         return self._tokenizer.decode(self._window[:tokens], self._skip_special)
+
+
+def _map_texts(value: Any, function: Callable[[str], str]) -> Any:
+    """Applies a function to all texts of a message, or of another nested value, but not to roles and keys."""
+    if isinstance(value, str):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: one if key == "role" else _map_texts(one, function) for key, one in value.items()}
+    return [_map_texts(one, function) for one in value] if isinstance(value, list | tuple) else value
 
 
 def call_backend(problem: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from absl import logging
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from kvjax_models.document import Document
 from kvjax_models.engine import Output
 from kvjax_models.generation.answer_text import check_stop
 from kvjax_models.server import schema
@@ -26,6 +26,7 @@ from kvjax_models.server.answers import Format, TokenBytes, event
 from kvjax_models.server.conversations import digests
 from kvjax_models.server.errors import RequestError, as_request_error
 from kvjax_models.server.guard import Guard
+from kvjax_models.server.log import RequestLog, add_details, report
 from kvjax_models.server.metrics import Metrics
 from kvjax_models.server.responses import EventStream, error_response, json_response, unless_disconnected
 from kvjax_models.server.worker import Job, Worker, unavailable
@@ -70,7 +71,8 @@ def make_app(worker: Worker, model_name: str, access: Access) -> Starlette:
         worker.stop()
         await asyncio.to_thread(worker.join, STOP_SECONDS)
 
-    middleware = [Middleware(Guard, hosts=access.hosts, origins=access.origins, api_key=access.api_key)]
+    middleware = [Middleware(RequestLog)]
+    middleware.append(Middleware(Guard, hosts=access.hosts, origins=access.origins, api_key=access.api_key))
     if access.origins:
         any_of: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"]}
         middleware.append(Middleware(CORSMiddleware, allow_origins=access.origins, **any_of))
@@ -78,7 +80,7 @@ def make_app(worker: Worker, model_name: str, access: Access) -> Starlette:
         HTTPException: lambda _, error: error_response(RequestError(error.detail, error.status_code)),
         ClientDisconnect: lambda *_: Response(status_code=499),  # nobody receives it
     }
-    for kind in (RequestError, ValueError, TypeError, Exception):
+    for kind in (RequestError, ValueError):
         errors[kind] = lambda _, error: error_response(as_request_error(error))
     return Starlette(routes=handlers.routes(), middleware=middleware, lifespan=lifespan, exception_handlers=errors)
 
@@ -130,13 +132,20 @@ class _Handlers:
 
     async def post_document(self, request: Request) -> Response:
         self._check_ready()
-        body = schema.parse(schema.DocumentRequest, await self._read_body(request))
-        documents, content = self._worker.documents, body.content()
+        data = await self._read_body(request)
+        # The time to parse and to encode grows with the size of a body; streams and /health must not wait for it.
+        body = await asyncio.to_thread(schema.parse, schema.DocumentRequest, data)
+        documents = self._worker.documents
         assert documents is not None
         if self._worker.num_readings >= self._worker.settings.max_queue:
             raise _full_queue("texts wait to be read")
-        await asyncio.to_thread(documents.check_text, content)
-        return json_response(await unless_disconnected(request, self._worker.read(documents.read(body.id, content))))
+        content = await asyncio.to_thread(body.content)
+        arguments = content, body.chat_template_kwargs, body.parse_special
+        await asyncio.to_thread(documents.check_text, *arguments)
+        steps = documents.read(body.id, *arguments)
+        values = await unless_disconnected(request, self._worker.read(steps))
+        add_details(request.scope, f"{values['tokens']} tokens read")
+        return json_response(values)
 
     async def document(self, request: Request) -> Response:
         self._check_ready()
@@ -152,7 +161,7 @@ class _Handlers:
     ) -> Response:
         start = time.monotonic()
         self._check_ready()
-        body = schema.parse(kind, await self._read_body(request))
+        body = await asyncio.to_thread(schema.parse, kind, await self._read_body(request))
         self._check_model(body.model)
         job = await self._make_job(body, request.headers.get("authorization", ""))
         usage = _Usage(job, body.n)
@@ -163,6 +172,7 @@ class _Handlers:
             self._num_sequences -= len(job.prompts)
             self._worker.abort(job)
             self._metrics.requests.labels(usage.outcome or outcome).inc()
+            add_details(request.scope, f"{usage.outcome or outcome}; {usage.describe()}")
             self._metrics.prompt_tokens.inc(sum(len(prompt) - job.num_reused for prompt in job.prompts))
             self._metrics.cached_tokens.inc(usage.cached_tokens)
             self._metrics.new_tokens.inc(usage.completion_tokens)
@@ -196,8 +206,9 @@ class _Handlers:
         document = None if body.document is None else await worker.call(worker.documents.get, body.document)
         if self._token_bytes is None:
             self._token_bytes = TokenBytes(worker.cache.llm.tokenizer)
-        prompts = await asyncio.to_thread(body.prompts, worker.cache.llm, document)
+        prompts, conversation = await asyncio.to_thread(self._encode, body, document, authorization)
         longest, limit_of_prompts = max(map(len, prompts)), worker.settings.max_prompt_tokens
+        assert limit_of_prompts is not None  # of a worker that is ready
         if document is None and longest > limit_of_prompts:
             raise RequestError(
                 f"{longest} tokens of the prompt exceed max_prompt_tokens={limit_of_prompts}; shorten it",
@@ -205,10 +216,24 @@ class _Handlers:
             )
         prompts = [prompt for prompt in prompts for _ in range(body.n)]
         seed = secrets.randbits(32) if body.seed is None else body.seed
-        job = Job(prompts, document, sampling, stop, body.limit(), seed)
-        if isinstance(body, schema.ChatRequest) and body.reuse and worker.settings.conversations:
-            job.conversation = digests(authorization, [message.as_message() for message in body.messages])
-        return job
+        return Job(prompts, document, sampling, stop, body.limit(), seed, conversation)
+
+    def _encode(
+        self, body: schema.ChatRequest | schema.CompletionRequest, document: Document | None, authorization: str
+    ) -> tuple[list[list[int]], list[bytes] | None]:
+        """Returns the tokens of the prompts, and the digests of a chat that continues earlier answers."""
+        worker = self._worker
+        assert worker.cache is not None
+        cache = schema.with_special(worker.cache, body.parse_special)
+        text = document
+        if document is not None and body.parse_special is not None:
+            text = dataclasses.replace(document, cache=schema.with_special(document.cache, body.parse_special))
+        prompts = body.prompts(cache.llm, text)
+        if not isinstance(body, schema.ChatRequest) or not worker.settings.conversations:
+            return prompts, None
+        # With compression, an answer that continues another one differs from the answer to a new request.
+        reuse = worker.is_exact(document) if body.reuse is None else body.reuse
+        return prompts, digests(authorization, body.as_messages()) if reuse else None
 
     def _reserve(self, count: int) -> None:
         """Counts the sequences of a request, or refuses it if too many wait."""
@@ -276,6 +301,11 @@ class _Usage:
     def cached_tokens(self) -> int:
         return self._prompt_tokens(self.job.num_reused * len(self.job.prompts))
 
+    def describe(self) -> str:
+        """Returns the numbers of tokens for the log."""
+        prompt = self._prompt_tokens(*map(len, self.job.prompts))
+        return f"{prompt} prompt tokens ({self.cached_tokens} cached), {self.completion_tokens} new tokens"
+
     def as_json(self) -> dict[str, Any]:
         prompt = self._prompt_tokens(*map(len, self.job.prompts))
         return {
@@ -312,7 +342,9 @@ async def _answer(job: Job, form: Format, first: Output, usage: _Usage) -> bytes
     collector = Collector()
     completions = [collector.add(output) async for output in _outputs(job, first, usage)]
     finished = sorted((one for one in completions if one is not None), key=lambda one: one.number)
-    return form.answer([form.choice(one) for one in finished], usage.as_json())
+    # The log-probabilities of long answers are millions of values.
+    choices = await asyncio.to_thread(lambda: [form.choice(one) for one in finished])
+    return await asyncio.to_thread(form.answer, choices, usage.as_json())
 
 
 async def _events(job: Job, form: Format, first: Output, usage: _Usage, has_usage: bool) -> AsyncIterator[bytes]:
@@ -325,6 +357,4 @@ async def _events(job: Job, form: Format, first: Output, usage: _Usage, has_usag
             yield form.chunk([], usage.as_json())
         yield b"data: [DONE]\n\n"
     except Exception as error:
-        if not isinstance(error, RequestError):
-            logging.exception("a streamed answer has failed")
-        yield event(as_request_error(error).body)
+        yield event(report(error, "a streamed answer has failed").body)

@@ -7,6 +7,7 @@ All methods but `check_text` are called in the worker's thread.
 """
 
 import collections
+import dataclasses
 import os
 import pathlib
 import re
@@ -18,15 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 import filelock
 import numpy as np
-from absl import logging
 
 from kvjax.budget import format_bytes
 from kvjax_models import atomic_io
 from kvjax_models.cache import CachedModel, encode_text, read_steps
 from kvjax_models.document import Document
-from kvjax_models.prompts import Prompt
+from kvjax_models.prompts import Prompt, TemplateOptions
 from kvjax_models.server.conversations import Conversations
 from kvjax_models.server.errors import RequestError
+from kvjax_models.server.log import logger
+from kvjax_models.server.schema import with_special
 
 if TYPE_CHECKING:
     from kvjax_models.server.worker import Settings
@@ -45,15 +47,23 @@ class Documents:
             cache: the model, with policy and budget of new documents.
             settings: sizes of the server, directory and limit of bytes.
             conversations: caches that make room for documents.
+
+        Raises:
+            OSError: if the directory cannot be written to.
         """
         self._cache, self._settings, self._conversations = cache, settings, conversations
         self._in_memory: collections.OrderedDict[str, Document] = collections.OrderedDict()  # oldest use first
         self._lock: filelock.BaseFileLock | None = None
         self._directory = None if settings.documents_dir is None else pathlib.Path(settings.documents_dir)
         if self._directory is not None:
-            self._lock = atomic_io.lock_directory(self._directory)
+            try:
+                self._lock = atomic_io.lock_directory(self._directory)
+            except OSError as error:
+                raise OSError(
+                    f"documents_dir={self._directory} cannot be written to: {error.strerror or error}"
+                ) from error
             for path in self._directory.glob(f"{_PARTIAL}*"):  # of a process that was killed
-                logging.warning("document %r was not complete and is deleted", path.name.removeprefix(_PARTIAL))
+                logger.warning("document %r was not complete and is deleted", path.name.removeprefix(_PARTIAL))
                 shutil.rmtree(path, ignore_errors=True)
 
     def close(self) -> None:
@@ -88,7 +98,7 @@ class Documents:
             try:
                 document = self._cache.llm.open(path)
             except Exception as error:  # damaged files may raise anything
-                logging.error("document %s: %s", name, error)
+                logger.exception("document %s cannot be restored", name)
                 raise RequestError(
                     f"document {name!r} cannot be restored: its files are damaged or of another model; delete it",
                     409,
@@ -116,26 +126,37 @@ class Documents:
         shares = np.minimum(self.get(name).kept(), 1).mean(axis=-1)
         return {"id": name, "object": "document.kept", "heads": shares.round(4).tolist()}
 
-    def check_text(self, text: Prompt) -> None:
+    def check_text(self, text: Prompt, template_options: TemplateOptions, parse_special: bool | None) -> None:
         """Checks the length of a text; may be called in any thread.
+
+        Args:
+            text: the text, or a conversation.
+            template_options: variables of the chat template.
+            parse_special: whether special tokens in the text are parsed; None for the server's option.
 
         Raises:
             RequestError: if it is too long.
         """
-        num_tokens = len(encode_text(self._cache.llm, text, None, None)[0])
-        if num_tokens > self._settings.max_prompt_tokens:
+        llm = with_special(self._cache, parse_special).llm
+        num_tokens = len(encode_text(llm, text, None, template_options)[0])
+        limit = self._settings.max_prompt_tokens
+        if limit is not None and num_tokens > limit:
             raise RequestError(
-                f"{num_tokens} tokens exceed max_prompt_tokens={self._settings.max_prompt_tokens}; shorten the text",
+                f"{num_tokens} tokens exceed max_prompt_tokens={limit}; shorten the text",
                 param="text",
                 code="context_length_exceeded",
             )
 
-    def read(self, name: str | None, text: Prompt) -> Iterator[dict[str, Any] | None]:
+    def read(
+        self, name: str | None, text: Prompt, template_options: TemplateOptions, parse_special: bool | None
+    ) -> Iterator[dict[str, Any] | None]:
         """Compresses a text in steps, and saves the document.
 
         Args:
             name: id; None for one that cannot be guessed.
             text: the text, or a conversation.
+            template_options: variables of the chat template.
+            parse_special: whether special tokens in the text are parsed; None for the server's option.
 
         Yields:
             None after every step, finally the sizes of the document.
@@ -148,14 +169,17 @@ class Documents:
         path = self._path(name)
         if name in self._in_memory or (path is not None and path.exists()):
             raise RequestError(f"document {name!r} exists; delete it first", 409, param="id", code="document_exists")
-        for documents in read_steps([self._cache], text, max_new_tokens=self._settings.max_new_tokens):
+        cache = with_special(self._cache, parse_special)
+        options: dict[str, Any] = {"max_new_tokens": self._settings.max_new_tokens}
+        for documents in read_steps([cache], text, **options, template_options=template_options):
             if documents is None:
                 yield None
                 continue
-            self._check_bytes(documents[0])
+            document = dataclasses.replace(documents[0], cache=self._cache)
+            self._check_bytes(document)
             if path is not None:
-                self._save(documents[0], path)
-            self._insert(name, documents[0])
+                self._save(document, path)
+            self._insert(name, document)
         yield self.describe(name) | {"seconds": round(time.monotonic() - start, 3)}
 
     def delete(self, name: str) -> dict[str, Any]:
@@ -220,5 +244,5 @@ class Documents:
             atomic_io.fsync(path.parent)
         except Exception as error:  # a full disk, and what orbax makes of it
             shutil.rmtree(partial, ignore_errors=True)
-            logging.error("document %s: %s", path.name, error)
+            logger.exception("document %s cannot be saved", path.name)
             raise RequestError("the document could not be saved; the server's log has the reason", 507) from error

@@ -46,6 +46,6 @@ def as_request_error(error: Exception) -> RequestError:
     """Returns the error that a client receives for one of the library: invalid values are the request's."""
     if isinstance(error, RequestError):
         return error
-    if isinstance(error, ValueError | TypeError):
+    if isinstance(error, ValueError):
         return RequestError(str(error))
     return RequestError(f"the server failed: {type(error).__name__}", 500)

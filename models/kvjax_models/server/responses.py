@@ -1,6 +1,7 @@
 """Responses that handlers share, and the end of a request whose client has gone."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -51,8 +52,10 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
             raise ClientDisconnect
         return task.result()
     finally:
-        task.cancel()
         gone.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)  # an error that nobody awaits would be logged
 
 
 async def _wait_for_disconnect(request: Request) -> None:
@@ -77,8 +80,10 @@ class EventStream(StreamingResponse):
         self._request, self._close = request, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events."""
+        """Sends the events; a client that leaves ends them."""
         try:
-            await unless_disconnected(self._request, self.stream_response(send))
+            # The response has started: raising the error would only log it.
+            with contextlib.suppress(ClientDisconnect):
+                await unless_disconnected(self._request, self.stream_response(send))
         finally:
             self._close()

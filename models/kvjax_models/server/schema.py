@@ -4,6 +4,8 @@ A field with the value null is absent. Fields that do not change an answer are i
 ask for nothing. Every other field is refused by name, because the answer would not be the one that the client expects.
 """
 
+import dataclasses
+import functools
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -14,6 +16,7 @@ from kvjax_models.prompts import Message
 from kvjax_models.server.errors import RequestError
 
 if TYPE_CHECKING:
+    from kvjax_models.cache import CachedModel
     from kvjax_models.document import Document
     from kvjax_models.language_model import LanguageModel
 
@@ -106,6 +109,7 @@ class _Generation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
     document: str | None = None
+    parse_special: bool | None = None
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -134,7 +138,7 @@ class ChatRequest(_Generation, kw_only=True):
     logprobs: bool = False
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reuse: bool = True
+    reuse: bool | None = None  # by default where it changes no answer
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -142,6 +146,10 @@ class ChatRequest(_Generation, kw_only=True):
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs requires logprobs=true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    def as_messages(self) -> list[Message]:
+        """Returns the messages; an invalid one raises a RequestError."""
+        return [message.as_message() for message in self.messages]
 
     def limit(self) -> int | None:
         """Returns the maximum number of new tokens; `max_tokens` is the deprecated name."""
@@ -157,16 +165,12 @@ class ChatRequest(_Generation, kw_only=True):
         Raises:
             RequestError: if messages are invalid.
         """
-        messages = [message.as_message() for message in self.messages]
+        messages = self.as_messages()
         if document is None:
             return [llm.encode(messages, self.chat_template_kwargs)]
-        if self.chat_template_kwargs:
-            raise RequestError(
-                "chat_template_kwargs cannot change a document; remove the field", param="chat_template_kwargs"
-            )
         if document.messages is None:  # the model has no chat template
             raise RequestError("this document is a plain text; ask it at /v1/completions", param="document")
-        return [document.encode(messages)]
+        return [document.encode(messages, template_options=self.chat_template_kwargs)]
 
 
 class CompletionRequest(_Generation, kw_only=True):
@@ -208,8 +212,9 @@ class CompletionRequest(_Generation, kw_only=True):
             raise RequestError(f"token ids of prompt must be from 0 to {size - 1}", param="prompt")
         if document is None:
             return [llm.encode(one) if isinstance(one, str) else one for one in parts]
-        encode = llm.tokenizer.encode_continuation
-        return [encode(one, document.tokens) if isinstance(one, str) else one for one in parts]
+        tokenizer = llm.tokenizer
+        encode = functools.partial(tokenizer.encode_continuation, context=document.tokens)
+        return [encode(tokenizer.escape(one)) if isinstance(one, str) else one for one in parts]
 
 
 class DocumentRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -218,6 +223,8 @@ class DocumentRequest(msgspec.Struct, forbid_unknown_fields=True):
     id: str | None = None
     text: str | None = None
     messages: _Messages | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    parse_special: bool | None = None
 
     def content(self) -> str | list[Message]:
         """Returns the text or the conversation.
@@ -232,6 +239,19 @@ class DocumentRequest(msgspec.Struct, forbid_unknown_fields=True):
         if not self.text:
             raise RequestError("text is empty", param="text")
         return self.text
+
+
+def with_special(cache: "CachedModel", parse_special: bool | None) -> "CachedModel":
+    """Returns a cache whose tokenizer parses special tokens in texts, or keeps them text.
+
+    Args:
+        cache: the cache of a model.
+        parse_special: whether special tokens are parsed; None for the server's option.
+    """
+    if parse_special is None:
+        return cache
+    tokenizer = dataclasses.replace(cache.llm.tokenizer, parse_special=parse_special)
+    return dataclasses.replace(cache, llm=dataclasses.replace(cache.llm, tokenizer=tokenizer))
 
 
 def parse(kind: type[T], body: bytes) -> T:

@@ -15,15 +15,22 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from absl import logging
+import jax.numpy as jnp
 
+import kvjax
+from kvjax.budget import format_bytes
+from kvjax.registry import PolicyChoice
 from kvjax_models.cache import CachedModel
 from kvjax_models.document import Document
 from kvjax_models.engine import Engine, Output, Turn, seed_of_prompt
+from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import Sampling
 from kvjax_models.server.conversations import Conversations, extend_digest
 from kvjax_models.server.documents import Documents
 from kvjax_models.server.errors import RequestError
+from kvjax_models.server.log import logger, report
+
+_PROMPT_TOKENS = 8192  # of a prompt by default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +41,8 @@ class Settings:
         rows: batch rows of plain prompts, or bytes for their caches.
         document_rows: questions to one document that run at a time.
         documents: documents that are asked at a time.
-        max_prompt_tokens: maximum length of a prompt, or of a document's text.
+        max_prompt_tokens: maximum length of a prompt, or of a document's text; by default 8192 or the model's context
+            length.
         max_new_tokens: maximum number of tokens after it; for documents of question and answer together.
         max_queue: maximum number of sequences that wait.
         max_prefill_steps: see `Engine`.
@@ -47,7 +55,7 @@ class Settings:
     rows: int | str = 4
     document_rows: int = 4
     documents: int = 4
-    max_prompt_tokens: int = 8192
+    max_prompt_tokens: int | None = None
     max_new_tokens: int = 1024
     max_queue: int = 64
     max_prefill_steps: int = 4
@@ -100,6 +108,7 @@ class _Lane:
     def add(self, job: Job, default_limit: int) -> None:
         """Adds all sequences of a job, or none if one is invalid."""
         numbers: list[int] = []
+        first: dict[tuple[int, ...], int] = {}  # sequence by prompt
         turn = self._find_turn(job, default_limit)
         job.num_reused = 0 if turn is None else len(turn.tokens)
         try:
@@ -114,7 +123,7 @@ class _Lane:
                 seed = seed_of_prompt(job.seed, index)
                 options: Any = {"sampling": job.sampling, "stop": job.stop, "max_new_tokens": limit, "seed": seed}
                 # The `n` answers to one prompt share its prefill.
-                options |= {"prompt_seed": seed_of_prompt(job.seed, job.prompts.index(prompt))}
+                options |= {"prompt_seed": seed_of_prompt(job.seed, first.setdefault(tuple(prompt), index))}
                 options |= {"turn": turn, "keep": job.conversation is not None}
                 numbers.append(self.engine.add(prompt, job.document, **options))
         except BaseException:
@@ -135,11 +144,15 @@ class _Lane:
                 return None
         return turn
 
-    def abort(self, job: Job) -> None:
-        """Ends all sequences of a job."""
-        for number in [number for number, (other, _) in self.jobs.items() if other is job]:
+    def abort(self, job: Job, error: Exception | None = None) -> None:
+        """Ends all sequences of a job, with an error after the text that was held back."""
+        for number, index in [(number, index) for number, (other, index) in self.jobs.items() if other is job]:
+            if error is not None:
+                self._send_held_text(number, job, index)
             self.engine.abort(number)
             del self.jobs[number]
+        if error is not None:
+            job.send(error)
 
     def step(self) -> None:
         """Runs a step of the engine and passes its outputs to the jobs."""
@@ -153,16 +166,24 @@ class _Lane:
             if output.finish_reason is not None:
                 del self.jobs[output.number]
             if output.error is not None:
-                self.abort(job)
-                job.send(RequestError(output.error, 500))
+                logger.error("a request has failed: %s", output.error)
+                if output.text:
+                    job.send(Output(index, output.text, [], None))
+                self.abort(job, RequestError(output.error, 500))
             else:
                 job.send(output._replace(number=index, turn=None))  # the handler must not keep the turn
 
     def fail(self, error: Exception) -> None:
-        """Ends all jobs with an error."""
+        """Ends all jobs with an error, without the engine, which may have failed."""
+        for number, (job, index) in self.jobs.items():
+            self._send_held_text(number, job, index)
         for job in {job for job, _ in self.jobs.values()}:
             job.send(error)
         self.jobs.clear()
+
+    def _send_held_text(self, number: int, job: Job, index: int) -> None:
+        if text := self.engine.take_held_text(number):
+            job.send(Output(index, text, [], None))
 
 
 def _num_later(prompt: Sequence[int], turn: Turn | None) -> int:
@@ -179,16 +200,25 @@ class Worker:
         error: why the thread ended; None while it runs or after `stop`.
     """
 
-    def __init__(self, load: Callable[[], CachedModel], settings: Settings) -> None:
+    def __init__(
+        self,
+        load: Callable[[], CachedModel],
+        settings: Settings,
+        name: str = "the model",
+        on_failure: Callable[[], None] | None = None,
+    ) -> None:
         """Creates a worker, which `start` starts.
 
         Args:
             load: loads the model, in the thread.
             settings: sizes of the server.
+            name: name of the model in the log.
+            on_failure: called in the thread after an error has ended it.
         """
-        self.settings, self._load = settings, load
+        self.settings, self._load, self._name, self._on_failure = settings, load, name, on_failure
         self.cache: CachedModel | None = None
         self.documents: Documents | None = None
+        self._generator: Generator | None = None  # of plain prompts
         limit = math.inf if settings.cache_bytes is None else settings.cache_bytes
         self.conversations = Conversations(settings.conversations, lambda: limit - self.held_bytes)
         self.error: BaseException | None = None
@@ -248,6 +278,28 @@ class Worker:
         """Bytes of the documents in memory."""
         return 0 if self.documents is None else self.documents.held_bytes
 
+    def _describe(self) -> str:
+        """Returns policy, budget, rows and bytes of plain prompts."""
+        assert self.cache is not None and self._generator is not None
+        generator, (policy, budget) = self._generator, _policy_and_budget(self.cache)
+        formats = "" if generator.kv_dtype is None else f" in {generator.kv_dtype}"
+        return (
+            f"policy {policy}, budget {budget}{formats}, {generator.batch} rows of "
+            f"{generator.max_prompt_tokens} + {generator.max_new_tokens} tokens, "
+            f"{format_bytes(generator.batch * generator.row_bytes)} of caches"
+        )
+
+    def is_exact(self, document: Document | None) -> bool:
+        """Returns whether caches hold every token without quantization, so that no answer depends on earlier ones.
+
+        Args:
+            document: the document of a request; None for a plain prompt.
+        """
+        generator = self._generator if document is None else document.generator
+        assert generator is not None
+        stored = jnp.dtype(generator.model.embedding.param_dtype).name
+        return isinstance(generator.policy, kvjax.Exact) and generator.kv_dtype in (None, stored)
+
     # --- called by handlers ---
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -291,12 +343,12 @@ class Worker:
     def _run(self) -> None:
         try:
             cache = self._load()
-            # Longer prompts are refused by the model's context; their caches would take bytes for nothing.
-            limit = min(self.settings.max_prompt_tokens, cache.llm.model.config.max_length)
-            self.settings = dataclasses.replace(self.settings, max_prompt_tokens=limit)
+            self.settings = _with_limits(self.settings, cache.llm.model.config.max_length)
             self.cache = cache
-            self._plain_lane()
+            self._generator = self._plain_lane().engine.generator
+            _check_share(cache, self._generator)
             self.documents = Documents(cache, self.settings, self.conversations)
+            logger.info("%s is loaded: %s", self._name, self._describe())
             while not self._is_stopping:
                 self._run_commands()
                 self._start_jobs()
@@ -305,9 +357,13 @@ class Worker:
                     self._step(document, lane)
         except BaseException as error:
             self.error = error
-            logging.exception("the worker has ended")
+            # The command prints invalid options and missing files as one line.
+            if self.documents is not None or not isinstance(error, ValueError | OSError):
+                logger.exception("the worker has failed")
         finally:
             self._fail_all()
+            if self.error is not None and self._on_failure is not None:
+                self._on_failure()
 
     @property
     def _is_idle(self) -> bool:
@@ -327,6 +383,7 @@ class Worker:
     def _plain_lane(self) -> _Lane:
         assert self.cache is not None
         settings = self.settings
+        assert settings.max_prompt_tokens is not None
         if None not in self._lanes:
             engine = self.cache.engine(
                 rows=settings.rows,
@@ -348,7 +405,7 @@ class Worker:
             except ValueError as error:
                 job.send(RequestError(str(error).replace("max_new_tokens=", "max_tokens=")))
             except Exception as error:
-                job.send(error)
+                job.send(report(error, "a request could not be started"))
             self._waiting.remove(job)
 
     def _find_lane(self, document: Document | None) -> _Lane | None:
@@ -369,7 +426,7 @@ class Worker:
             if lane.engine.has_unfinished:
                 lane.step()
         except Exception as error:
-            logging.exception("an engine has failed")
+            logger.exception("an engine has failed")
             lane.fail(RequestError(f"the engine failed: {type(error).__name__}", 500))
             del self._lanes[document]
             return
@@ -389,7 +446,7 @@ class Worker:
                     future.set_result(item)
             except Exception as error:
                 with contextlib.suppress(Exception):
-                    future.set_exception(error)
+                    future.set_exception(report(error, "a document could not be read"))
         self._readings.popleft()
         self._calls.discard(future)
 
@@ -418,11 +475,58 @@ class Worker:
             self.documents.close()
 
 
+def _check_share(cache: CachedModel, generator: Generator) -> None:
+    """Checks that the rows have the size of the budget: short texts may have more, but rows hold long ones.
+
+    Args:
+        cache: policy and budget.
+        generator: policies and sizes of the rows.
+
+    Raises:
+        ValueError: if the smallest cache of the policy exceeds the budget.
+    """
+    if generator.is_short:
+        tokens = generator.max_prompt_tokens + generator.max_new_tokens
+        policy, budget = _policy_and_budget(cache)
+        raise ValueError(
+            f"budget={budget} of {tokens} tokens is less than the smallest cache of policy={policy}; pass a larger "
+            "budget or a larger max_prompt_tokens"
+        )
+
+
+def _policy_and_budget(cache: CachedModel) -> tuple[Any, Any]:
+    """Returns policy and budget of a cache, of which the policy may contain the budget."""
+    policy, budget = cache.policy, cache.budget
+    if isinstance(policy, PolicyChoice):
+        budget, policy = policy.budget or budget, dataclasses.replace(policy, budget=None)
+    return policy, "none" if budget is None else budget
+
+
+def _with_limits(settings: Settings, context_length: int) -> Settings:
+    """Returns settings with the maximum length of prompts.
+
+    Args:
+        settings: the settings.
+        context_length: context length of the model, beyond which requests are refused.
+
+    Raises:
+        ValueError: if prompts may exceed the context length.
+    """
+    limit = settings.max_prompt_tokens
+    if limit is None:
+        return dataclasses.replace(settings, max_prompt_tokens=min(_PROMPT_TOKENS, context_length))
+    if limit > context_length:
+        raise ValueError(
+            f"max_prompt_tokens={limit} exceeds the model's context length of {context_length}; pass at most that"
+        )
+    return settings
+
+
 def _set_result(future: Future[Any], function: Callable[..., Any], *args: Any) -> None:
     try:
         future.set_result(function(*args))
     except Exception as error:
-        future.set_exception(error)
+        future.set_exception(report(error, "a request has failed"))
 
 
 def unavailable() -> RequestError:

@@ -1,0 +1,144 @@
+"""The command `kvjax serve`: options that cannot work end it with a message, and its log."""
+
+import contextlib
+import http.client
+import json
+import re
+import socket
+import threading
+
+import pytest
+
+from kvjax_models import cli
+from tests.models import tiny
+from tests.models.serving import MODEL, run_command, wait_until
+from tests.models.support import start_python
+
+COMMAND = "import sys; from kvjax_models import cli; sys.argv[0] = 'kvjax'; cli.run()"
+SIZES = ("--max_prompt_tokens=256", "--max_new_tokens=64")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--port=65536"], "--port=65536 must be from 0 to 65535"),
+        (["--host=256.0.0.1"], "cannot listen on --host=256.0.0.1 --port=8080"),
+        (["--policy=snapvk"], "policy 'snapvk' is unknown"),
+        (["--kv_dtype=int9"], "kv_dtype='int9' is not a quantization format"),
+        (["--max_queue=0"], "--max_queue=0 must be at least 1"),
+        (["--document_rows=0"], "--document_rows=0 must be at least 1"),
+        (["--conversations=-1"], "--conversations=-1 must be at least 0"),
+        (["--cache_bytes=7"], "--cache_bytes=7 must be a number of bytes"),
+        (["--max_body_bytes=0B"], "--max_body_bytes=0B must be a number of bytes"),
+        (["--seed=3"], "--seed=3 has no effect on a server"),
+        (["--allow_host=https://a.example"], "--allow_host=https://a.example must be a name without a scheme"),
+        (["--allow_host=a.example:80"], "--allow_host=a.example:80 must be a name without a scheme and a port"),
+        (["--allow_origin=a.example"], "--allow_origin=a.example must be a scheme with a host"),
+        (["--allow_origin=https://a.example/"], "--allow_origin=https://a.example/ must be a scheme with a host"),
+        (["--api_key="], "--api_key must be a text that is not empty"),
+        (["--api_key= x"], "--api_key must be a text that is not empty, without spaces around it"),
+    ],
+)
+def test_options_that_cannot_work_are_errors_before_the_model_is_loaded(options, message, caplog):
+    with pytest.raises(SystemExit) as error:
+        cli.main(cli.parse(["kvjax", "serve", "--model=absent", *options]))
+    assert str(error.value).startswith(f"kvjax: {message}")
+    assert not caplog.records  # nothing about an address
+
+
+def test_an_empty_key_in_the_environment_is_an_error(monkeypatch):
+    monkeypatch.setenv("KVJAX_API_KEY", "")
+    with pytest.raises(SystemExit, match="KVJAX_API_KEY must be a text that is not empty"):
+        cli.main(cli.parse(["kvjax", "serve", "--model=absent"]))
+
+
+def test_an_address_in_use_is_an_error(caplog):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(SystemExit, match=f"--port={port}: Address already in use; pass another address"):
+            cli.main(cli.parse(["kvjax", "serve", "--model=absent", f"--port={port}"]))
+    assert not caplog.records
+
+
+def test_a_server_that_cannot_start_ends_with_a_message(tmp_path):
+    (tmp_path / "file").write_text("x")
+    cases = {
+        "budget=1%": ["--policy=snapkv", "--budget=1%"],
+        "less than the": ["--policy=exact", "--rows=1KiB"],
+        "cannot be written to": ["--policy=exact", f"--documents_dir={tmp_path / 'file'}"],
+        "exceeds the model's context length": ["--policy=exact", "--max_prompt_tokens=100000"],
+        "nor a known model": ["--model=absent"],
+        "needs 2 devices": ["--mesh_tensor=2"],
+    }
+    model = f"--model={tiny.directory()}"
+    processes = {
+        message: start_python(
+            COMMAND, "serve", "--port=0", *([model] if "--model=absent" not in options else []), *options
+        )
+        for message, options in cases.items()
+    }
+    for message, process in processes.items():
+        error = process.communicate(timeout=300)[1]
+        assert process.returncode == 1, (message, error)
+        [last] = [line for line in error.splitlines() if line.startswith("kvjax: ")]
+        assert message in last and "Traceback" not in error, error
+
+
+def test_the_log_of_the_command(tmp_path):
+    """One line at the start and per request, tracebacks of errors inside, and none of clients that leave."""
+    module = tmp_path / "module.py"
+    module.write_text(
+        "from kvjax_models.engine import Engine\n"
+        "step = Engine.step\n"
+        "def broken(engine):\n"
+        "    if any(len(request.prompt) == 7 for request in engine._waiting):\n"
+        "        raise RuntimeError('out of memory')\n"
+        "    return step(engine)\n"
+        "Engine.step = broken\n"
+    )
+    options = [f"--model={tiny.directory()}", "--policy=streaming_llm", "--budget=50%", "--rows=2", *SIZES]
+    with run_command(*options, f"--policy_module={module}") as (client, process):
+        lines, reader = [], threading.Thread(target=lambda: lines.extend(process.stderr), daemon=True)
+        reader.start()
+        assert client.complete("secretword", max_tokens=3)[0] == 200
+        assert client.complete("x" * 6, max_tokens=3)[0] == 500  # and BOS
+        connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)
+        with contextlib.closing(connection):
+            data = {"model": MODEL, "prompt": "x", "max_tokens": 60, "stream": True}
+            connection.request("POST", "/v1/completions", json.dumps(data))
+            connection.getresponse().read(10)
+        wait_until(lambda: client.metric("kvjax_rows_running") == 0)
+        assert client.complete("y", max_tokens=3)[0] == 200
+        process.terminate()
+        assert process.wait(60) == 0
+        reader.join(60)
+    log = "".join(lines)
+    assert log.count("Traceback") == 1 and log.count("RuntimeError: out of memory") == 1
+    assert "secretword" not in log
+    lines = [line.partition("] ")[2] for line in log.splitlines() if re.match(r"[IWE]\d{4} ", line)]
+    assert re.fullmatch(rf"listening on http://127\.0\.0\.1:{client.port}; the model is loading", lines[0])
+    pattern = r"tiny is loaded: policy streaming_llm, budget 50%, 2 rows of 256 \+ 64 tokens, [\d.]+ KiB of caches"
+    assert re.fullmatch(pattern, lines[1])
+    requests = [line for line in lines if line.startswith("POST ")]
+    assert [line.split()[2] for line in requests] == ["200", "500", "200", "200"]
+    assert re.search("(cancelled|length|stop); 2 prompt tokens", requests[2])  # a short answer may have ended before
+    assert lines[2:].count("an engine has failed") == 1 and len(lines) == 3 + len(requests)
+
+
+def test_errors_of_threads_are_printed_except_those_of_saves(capsys):
+    def fail_in(module):
+        scope = {"__name__": module}
+        exec("def fail():\n    raise RuntimeError('lost')", scope)
+        return scope["fail"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", cli._print_thread_error)
+        for module, is_printed in (
+            ("orbax.checkpoint.writer", False),
+            ("tensorstore", False),
+            ("kvjax_models.x", True),
+        ):
+            thread = threading.Thread(target=fail_in(module))
+            thread.start()
+            thread.join()
+            assert ("RuntimeError: lost" in capsys.readouterr().err) == is_printed, module
