@@ -94,7 +94,7 @@ def test_states_of_another_run_or_format_are_refused(tmp_path, monkeypatch):
 
 
 def test_an_empty_directory_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="has no saves"):
+    with pytest.raises(FileNotFoundError, match="has no saved states"):
         SavedStates(tmp_path).restore(make_generator())
 
 
