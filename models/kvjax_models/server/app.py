@@ -224,11 +224,10 @@ class _Handlers:
         """Returns the tokens of the prompts, and the digests of a chat that continues earlier answers."""
         worker = self._worker
         assert worker.cache is not None
-        cache = schema.with_special(worker.cache, body.parse_special)
-        text = document
-        if document is not None and body.parse_special is not None:
+        llm, text = schema.with_special(worker.cache, body.parse_special).llm, document
+        if document is not None:
             text = dataclasses.replace(document, cache=schema.with_special(document.cache, body.parse_special))
-        prompts = body.prompts(cache.llm, text)
+        prompts = body.prompts(llm, text)
         if not isinstance(body, schema.ChatRequest) or not worker.settings.conversations:
             return prompts, None
         # With compression, an answer that continues another one differs from the answer to a new request.

@@ -248,9 +248,10 @@ def with_special(cache: "CachedModel", parse_special: bool | None) -> "CachedMod
         cache: the cache of a model.
         parse_special: whether special tokens are parsed; None for the server's option.
     """
-    if parse_special is None:
+    tokenizer = cache.llm.tokenizer
+    if parse_special in (None, tokenizer.parse_special):
         return cache
-    tokenizer = dataclasses.replace(cache.llm.tokenizer, parse_special=parse_special)
+    tokenizer = dataclasses.replace(tokenizer, parse_special=bool(parse_special))
     return dataclasses.replace(cache, llm=dataclasses.replace(cache.llm, tokenizer=tokenizer))
 
 
