@@ -73,7 +73,7 @@ def probe(number: int) -> str:
     return f"7040{number:09d}17"
 
 
-_PROBES = re.compile(r"(?=7040(\d{9})17)")  # also those that overlap with other digits
+_PROBES = re.compile(r"(?=7040(\d{9})17)")  # also where other digits overlap with one
 
 
 def _text(message: Mapping[str, Any]) -> str | None:
@@ -131,7 +131,7 @@ def _check_contents(template: str, values: Mapping[str, Any], messages: Sequence
 def _find_in_order(contents: Sequence[str], text: str) -> set[int]:
     """Returns the indices of the contents that are in a text, up to the first one that is not.
 
-    Most templates keep the order of the messages. Each search starts behind the content before, so that the time is
+    Most templates keep the order of the messages. Each search starts after the previous content, so that the time is
     linear in the length of the text.
 
     Args:
