@@ -232,9 +232,6 @@ def table(title: str, rows: Sequence[Mapping[str, Any]], shown: Sequence[str] | 
     if measure in ("kernel", "latency"):  # later rows replace earlier ones with the same labels
         labels = ("op", "case", "form", "setting", "context_tokens", "rows")
         chosen = list({tuple(row.get(name) for name in labels): row for row in chosen}.values())
-    if measure == "probe":
-        kept = ("measure", "property")
-        chosen = [dict(row) | {"values": {k: v for k, v in row.items() if k not in kept}} for row in chosen]
     lines = [[_cell(row.get(name)) for name in columns] for row in chosen]
     return markdown_table(columns, lines) if lines else ""
 
