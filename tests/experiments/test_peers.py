@@ -66,8 +66,8 @@ def test_presses_have_rows_like_policies(stub, tmp_path):
 def test_budgets_are_percentages_of_all_tokens_or_of_the_prompt():
     assert peers.kept_tokens("25%", 900, 100) == 150 and peers.kept_tokens("25% of the prompt", 900, 100) == 225
     assert peers.kept_tokens("5%", 900, 100) == -50
-    with pytest.raises(ValueError, match="budget=512 must be a percentage"):
-        peers.kept_tokens("512", 900, 100)
+    with pytest.raises(ValueError, match="budget=512 slots must be a percentage"):
+        peers.kept_tokens("512 slots", 900, 100)
 
 
 def test_a_process_that_ended_is_an_error(tmp_path):
