@@ -373,12 +373,19 @@ def test_decode_steps_lower_for_a_hopper_gpu_without_xla(kv_dtype, budget, monke
     monkeypatch.setattr(hopper, "check_device", lambda: None)  # lowering needs no GPU and no CUDA compiler
     monkeypatch.setattr(weighted_decode.mosaic_gpu, "check", recorded_check)
     query, new = (jax.ShapeDtypeStruct((1, 1, heads, HEAD_DIM), spec.dtype) for heads in (2 * KV_HEADS, KV_HEADS))
-    step, lowered = jax.jit(lambda *arguments: kvjax.step(*arguments, compact_when_full=False)), []
+    scores = jax.ShapeDtypeStruct((1, KV_HEADS, 1), jnp.float32)
+
+    @jax.jit
+    def step(cache, query, keys, values, scores):
+        return kvjax.step(cache, query, keys, values, predicted_scores=scores, compact_when_full=False)
+
+    lowered = []
     for policy in odd_policies(budget):
         cache = abstract_cache(policy, spec)
         program = (type(cache.policy).segments, cache.state)  # which most top-k policies share
         if program not in lowered:
-            text = step.trace(cache, query, new, new).lower(lowering_platforms=("cuda",)).as_text()
+            predicted = scores if cache.policy.requires.predicted_scores else None
+            text = step.trace(cache, query, new, new, predicted).lower(lowering_platforms=("cuda",)).as_text()
             assert "@mosaic_gpu" in text and not refused, policy
             lowered.append(program)
 
