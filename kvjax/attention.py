@@ -258,7 +258,7 @@ def _place_heads(
         # A gather, which XLA fuses with the merge; it does not fuse a scatter. Its indices are elementwise, because a
         # reduction, such as a search of each head, would be a kernel launch.
         group = queries.shape[2] // kv_heads
-        head, within = jnp.divmod(np.arange(queries.shape[2]), group)
+        head, within = np.divmod(np.arange(queries.shape[2]), group)
         source, holds = jnp.zeros(len(head), jnp.int32), jnp.zeros(len(head), bool)
         for number in range(segment.keys.shape[1]):
             is_head = segment.kv_heads[number] == head

@@ -230,7 +230,8 @@ def choose_stages(
         max_programs: The most programs that share a multiprocessor, if their registers allow it.
 
     Returns:
-        The stages, and how many programs run at a time on the GPU: as many as fit with two stages or more each.
+        The stages, and how many programs run at a time on the GPU: as many per multiprocessor as fit, three or more
+        with two stages each.
 
     Raises:
         NotImplementedError: If a program does not fit.

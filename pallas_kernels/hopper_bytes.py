@@ -77,19 +77,18 @@ def quantize_queries(parts: Any, scales: Any, queries: Any, factor: float, is_pa
     each = dim // 16  # elements of a thread: 16 threads share a query
 
     def write(build: "_Builder", out: Any, out_scales: Any, source: Any) -> None:
-        thread = build.add(build.multiply(build.warp, 32), build.multiply(build.row, 4), build.column)
-        lane = build.mask(thread, 15)
+        lane = build.mask(build.thread, 15)
         first = build.multiply(lane, each)
         is_low = build.less(lane, 8)
         for row in range(0, count, 8):
-            query = build.add(build.right_shift(thread, 4), row)
+            query = build.add(build.right_shift(build.thread, 4), row)
             at = build.add(build.address(source), build.multiply(query, 2 * dim), build.multiply(first, 2))
             x = [half for i in range(each // 2) for half in build.load_bfloat16(at, 4 * i)]
-            peak = build.reduce_lanes(build.maximum, build.reduce(build.maximum, [build.absolute(one) for one in x]))
+            peak = build.reduce_lanes(build.maximum, functools.reduce(build.maximum, map(build.absolute, x)))
             inverse = build.inverse(peak, float(BYTE))
             pairs = [build.split_float(build.scale(one, inverse)) for one in x]
             numbers = [build.join_parts(*pair) for pair in pairs]
-            total = build.scale(build.reduce(build.sum, numbers), build.choose(is_low, *sums))
+            total = build.scale(functools.reduce(build.sum, numbers), build.choose(is_low, *sums))
             total = build.reduce_lanes(build.sum, total)
             scale = build.scale(peak, build.constant(factor / BYTE))
             at = build.add(build.address(out_scales), build.multiply(query, 4))
@@ -98,8 +97,7 @@ def quantize_queries(parts: Any, scales: Any, queries: Any, factor: float, is_pa
             # Rows of eight queries are a tile for every `tile` columns.
             columns = build.mask(first, tile - 1)
             tile_start = build.multiply(build.right_shift(first, tile.bit_length() - 1), 8 * tile)
-            exchange = build.right_shift(build.mask(query, 7), {64: 1, 128: 0}[tile])
-            chunk = build.exclusive_or(build.right_shift(columns, 4), exchange)
+            chunk = build.exclusive_or(build.right_shift(columns, 4), build.exchange(build.mask(query, 7), tile))
             at = build.add(
                 build.address(out), row * dim, tile_start, build.multiply(build.mask(query, 7), tile),
                 build.left_shift(chunk, 4), build.mask(columns, 15),
@@ -134,10 +132,8 @@ def store_weights(ref: Any, weights: Float[Array, "128 N"], interpret: Any) -> N
 
     def write(build: "_Builder", weights: Any, out: Any) -> None:
         registers = weights.registers.reshape(2, queries // 8, 2)  # slots + 64, queries + 8, slots + 8
-        base = build.address(out)
         # The thread holds queries 2 c and 2 c + 1 of every eight.
-        rows = [build.add(build.multiply(build.column, 2), j) for j in (0, 1)]
-        addresses = [build.add(base, build.multiply(row, SLOTS), build.slot_bytes(row)) for row in rows]
+        addresses = [build.slot_address(out, build.add(build.multiply(build.column, 2), j)) for j in (0, 1)]
         for tile in range(queries // 8):
             for j, address in enumerate(addresses):
                 parts = [build.split_float(build.element(registers[b, tile, a], j)) for b in (0, 1) for a in (0, 1)]
@@ -167,17 +163,13 @@ def transpose_block(ref: Any, block: Any, is_packed: bool, interpret: Any) -> No
 
     def write(build: "_Builder", source: Any, out: Any) -> None:
         # Slot 64 b + 16 w + 8 a + r is row r of tile 2 w + a + 8 b, whose chunks are exchanged by r.
-        exchange = build.right_shift(build.row, {64: 1, 128: 0}[tile])
+        exchange = build.exchange(build.row, tile)
         read = build.add(
             build.address(source), build.multiply(build.warp, 16 * width), build.multiply(build.row, tile),
             build.multiply(build.column, 4),
         )  # fmt: skip
         # The thread writes dimensions 16 chunk + 4 c + i.
-        first = build.multiply(build.column, 4)
-        writes = []
-        for i in range(4):
-            row = build.add(first, i)
-            writes.append(build.add(build.address(out), build.multiply(row, SLOTS), build.slot_bytes(row)))
+        writes = [build.slot_address(out, build.add(build.multiply(build.column, 4), i)) for i in range(4)]
         for chunk in range(width // 16):
             first_column, in_tile = divmod(16 * chunk, tile)
             at = build.add(read, build.left_shift(build.exclusive_or(exchange, in_tile // 16), 4))
@@ -215,7 +207,8 @@ class _Builder:
     """Emits 32-bit operations of a thread.
 
     Attributes:
-        warp: w, the warp of the warpgroup.
+        thread: The thread of the warpgroup.
+        warp: w, its warp.
         row: r, the thread's group of four in its warp.
         column: c, the thread in this group.
     """
@@ -228,8 +221,8 @@ class _Builder:
 
         self._utils, self._ir, self._arith, self._llvm = utils, ir, arith, llvm
         self._i32, self._f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        thread = self.mask(utils.thread_idx(), 127)
-        self.warp, lane = self.right_shift(thread, 5), self.mask(thread, 31)
+        self.thread = self.mask(utils.thread_idx(), 127)
+        self.warp, lane = self.right_shift(self.thread, 5), self.mask(self.thread, 31)
         self.row, self.column = self.right_shift(lane, 2), self.mask(lane, 3)
 
     def _value(self, x: Any) -> Any:
@@ -262,11 +255,16 @@ class _Builder:
         """Returns the address of a reference in shared memory."""
         return self._llvm.ptrtoint(self._i32, self._utils.memref_ptr(ref))
 
-    def slot_bytes(self, row: Any) -> Any:
-        """Returns where the thread's four slots are in a row of `SLOTS` bytes."""
+    def exchange(self, row: Any, tile: int) -> Any:
+        """Returns the number that is combined with the chunks of a row of a tile of `tile` bytes per row."""
+        return self.right_shift(row, {64: 1, 128: 0}[tile])
+
+    def slot_address(self, ref: Any, row: Any) -> Any:
+        """Returns the address of the thread's four slots in a row of `SLOTS` bytes."""
         chunk = self.add(self.multiply(self.warp, 2), self.right_shift(self.row, 2))
-        chunk = self.exclusive_or(chunk, self.mask(row, 7))
-        return self.add(self.left_shift(chunk, 4), self.multiply(self.mask(self.row, 3), 4))
+        chunk = self.exclusive_or(chunk, self.exchange(self.mask(row, 7), SLOTS))
+        in_row = self.add(self.left_shift(chunk, 4), self.multiply(self.mask(self.row, 3), 4))
+        return self.add(self.address(ref), self.multiply(row, SLOTS), in_row)
 
     def _pointer(self, address: Any, offset: int) -> Any:
         return self._llvm.inttoptr(self._ir.Type.parse("!llvm.ptr<3>"), self.add(address, offset))
@@ -345,9 +343,6 @@ class _Builder:
         zero = self._arith.cmpf(self._arith.CmpFPredicate.OLT, x, self.constant(1e-30))
         quotient = self._arith.divf(self.constant(numerator), self._arith.select(zero, self.constant(1.0), x))
         return self._arith.select(zero, self.constant(0.0), quotient)
-
-    def reduce(self, combine: Callable[[Any, Any], Any], values: Sequence[Any]) -> Any:
-        return functools.reduce(combine, values)
 
     def reduce_lanes(self, combine: Callable[[Any, Any], Any], x: Any) -> Any:
         """Combines a number of each of 16 neighboring threads."""

@@ -354,6 +354,6 @@ def _program(form: Any, store: _Store, refs, scratch, launch_program, program, s
         )  # fmt: skip
         return form.attend(before, block)
 
-    partials = lax.fori_loop(0, steps, process_step, form.empty(has_values, names))
+    partials = lax.fori_loop(0, steps, process_step, form.empty(names))
     index = batch, launch_program
     form.write(partials, scratch, refs, index, numerator_memory if has_values else None)

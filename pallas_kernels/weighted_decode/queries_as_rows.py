@@ -102,9 +102,9 @@ class QueriesAsRows:
         """Returns one bound per query."""
         return hopper.load(ref, hopper.ROW_LAYOUT, optimized=False)
 
-    def empty(self, has_values: bool, _names: list[str]) -> hopper.RunningPartials:
-        """Returns partials of no entries."""
-        return hopper.RunningPartials.create(self.head_dim if has_values else None)
+    def empty(self, names: list[str]) -> hopper.RunningPartials:
+        """Returns partials of no entries, for a store with the arrays `names`."""
+        return hopper.RunningPartials.create(self.head_dim if "values" in names else None)
 
     def attend(self, before: hopper.RunningPartials, block: Any) -> hopper.RunningPartials:
         """Returns partials with a block added.

@@ -184,8 +184,9 @@ class SlotsAsRows:
         """Returns one bound per query."""
         return hopper.load(ref, _PER_QUERY, optimized=False)
 
-    def empty(self, has_values: bool, names: list[str]) -> RunningPartials:
+    def empty(self, names: list[str]) -> RunningPartials:
         """Returns partials of no entries."""
+        has_values = "values" in names
 
         def zeros(rows: int) -> Array:
             return plgpu.layout_cast(jnp.zeros((rows, self.padded), jnp.float32), hopper.LAYOUT)
@@ -233,14 +234,14 @@ class SlotsAsRows:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             scratch["logits"][...] = den_scores * (1 / hopper.LOG2E)
         if block.values is None:
-            after = self._add_denominator(before, den_scores)
+            after, factors = self._add_denominator(before, den_scores), None
             plgpu.commit_smem()
         else:
-            after, transpose = self._add_weights(before, block, num_scores, den_scores, loaded.get("value_scale"))
+            after, factors = self._add_weights(before, block, num_scores, den_scores, loaded.get("value_scale"))
         block.fetch_next()
         if "logits" in scratch:
             plgpu.copy_smem_to_gmem(scratch["logits"], block.logits)
-        return after if block.values is None else transpose(after)
+        return after if factors is None else self._add_values(after, scratch, *factors)
 
     def _products(self, block: Any, by_query: Callable[[Array], Array]) -> Float[Array, "128 N"]:
         """Returns the products of a block's keys with the queries, scaled by the queries' scales."""
@@ -280,7 +281,7 @@ class SlotsAsRows:
 
     def _add_weights(
         self, before: RunningPartials, block: Any, num_scores: Array, den_scores: Array, scale: Array | None
-    ) -> tuple[RunningPartials, Callable[[RunningPartials], RunningPartials]]:
+    ) -> tuple[RunningPartials, tuple[Float[Array, "N"], Float[Array, "N"]]]:
         """Adds the weights of a block, and writes both operands of the product with its values.
 
         Args:
@@ -291,7 +292,8 @@ class SlotsAsRows:
             scale: The scale of each slot's value, if values have scales.
 
         Returns:
-            The partials without the numerator, and a function that adds it.
+            The partials, whose numerator is still the one before, and the factors of the numerators before and of the
+            block.
         """
         scratch, shape = block.scratch, num_scores.shape
         by_query, by_slot = _broadcast(shape, 1), _broadcast(shape, 0)
@@ -317,21 +319,22 @@ class SlotsAsRows:
         is_packed = self.value_bits is not None
         hopper_bytes.transpose_block(scratch["operands"], block.values, is_packed, self.interpret)
         plgpu.commit_smem()
+        return after, (rescale, block_factor)
 
-        def add_values(after: RunningPartials) -> RunningPartials:
-            """Returns partials with the numerator."""
+    def _add_values(
+        self, before: RunningPartials, scratch: Any, rescale: Float[Array, "N"], block_factor: Float[Array, "N"]
+    ) -> RunningPartials:
+        """Returns partials with the product of the operands in `scratch`; see `_add_weights` for the factors."""
 
-            def accumulate(sums: Any) -> Array:
-                plgpu.wgmma(sums, scratch["operands"], scratch["weights"].T)
-                high, low = sums[:, : self.padded], sums[:, self.padded :]
-                return high.astype(jnp.float32) + low.astype(jnp.float32) * (1 / LOW_PART)
+        def accumulate(sums: Any) -> Array:
+            plgpu.wgmma(sums, scratch["operands"], scratch["weights"].T)
+            high, low = sums[:, : self.padded], sums[:, self.padded :]
+            return high.astype(jnp.float32) + low.astype(jnp.float32) * (1 / LOW_PART)
 
-            products = pl.run_scoped(accumulate, plgpu.ACC((self.head_dim, 2 * self.padded), jnp.int32))
-            by_column = _broadcast(products.shape, 1)
-            earlier = jnp.asarray(before.numerator) * by_column(rescale)
-            return after._replace(numerator=earlier + products * by_column(block_factor * (1 / BYTE)))
-
-        return after, add_values
+        products = pl.run_scoped(accumulate, plgpu.ACC((self.head_dim, 2 * self.padded), jnp.int32))
+        by_query = _broadcast(products.shape, 1)
+        earlier = jnp.asarray(before.numerator) * by_query(rescale)
+        return before._replace(numerator=earlier + products * by_query(block_factor * (1 / BYTE)))
 
     def write(self, partials: RunningPartials, scratch: Any, refs: Any, index: Any, staging: Any | None) -> None:
         """Writes a program's partials to global memory; see `hopper.write_partials`."""
