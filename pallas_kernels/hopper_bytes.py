@@ -276,7 +276,7 @@ class _Builder:
         self._llvm.store(word, self._pointer(address, offset))
 
     def permute(self, low: Any, high: Any, selector: int) -> Any:
-        """Returns four of the eight bytes of two words; each digit of `selector` names one."""
+        """Returns four bytes: each digit of `selector` names one, 0 to 3 of the word `low` and 4 to 7 of `high`."""
         text = f"prmt.b32 $0, $1, $2, 0x{selector:04x};"
         return self._llvm.inline_asm(self._i32, [low, high], text, "=r,r,r")
 
@@ -301,7 +301,7 @@ class _Builder:
         return self._llvm.extractelement(vector, self._value(index))
 
     def split_float(self, x: Any) -> tuple[Any, Any]:
-        """Returns words whose lowest bytes are the results of `split_bytes` of a float32 number."""
+        """Returns words whose lowest bytes are the results of `split_bytes` of a float32 number `x`."""
         arith = self._arith
         high = arith.addf(x, self.constant(_ROUND))
         rest = arith.subf(x, arith.subf(high, self.constant(_ROUND)))
@@ -309,13 +309,13 @@ class _Builder:
         return self.bits(high), self.bits(low)
 
     def join_parts(self, high: Any, low: Any) -> Any:
-        """Returns the number that the words of `split_float` stand for."""
+        """Returns the number that the words `high` and `low` of `split_float` stand for."""
         arith, round_ = self._arith, self.constant(_ROUND)
         high, low = (arith.subf(arith.bitcast(self._f32, word), round_) for word in (high, low))
         return arith.addf(high, arith.mulf(low, self.constant(1 / LOW_PART)))
 
     def load_bfloat16(self, address: Any, offset: int) -> tuple[Any, Any]:
-        """Returns two neighboring bfloat16 numbers as float32."""
+        """Returns the two bfloat16 numbers at `address` plus `offset` bytes as float32."""
         word = self.load(address, offset)
         low, high = self.left_shift(word, 16), self.mask(word, 0xFFFF0000)
         return self._arith.bitcast(self._f32, low), self._arith.bitcast(self._f32, high)
@@ -345,7 +345,7 @@ class _Builder:
         return self._arith.select(zero, self.constant(0.0), quotient)
 
     def reduce_lanes(self, combine: Callable[[Any, Any], Any], x: Any) -> Any:
-        """Combines a number of each of 16 neighboring threads."""
+        """Returns the numbers `x` of 16 neighboring threads, combined by `combine`."""
         for distance in (1, 2, 4, 8):
             x = combine(x, self._utils.shfl_bfly(x, distance))
         return x

@@ -63,7 +63,7 @@ class QueriesAsRows:
         return jax.ShapeDtypeStruct((batch, heads, self.padded, blocks * self.slots), jnp.float32)
 
     def partials(self, max: Array, denominator: Array, numerator: Array | None) -> Partials:
-        """Returns the results of a launch as partials [B, programs, R, ...]."""
+        """Returns `max` and `denominator`, [B, programs, 64], and `numerator` as partials [B, programs, R, ...]."""
         max, denominator = max[..., : self.count], denominator[..., : self.count]
         if numerator is None:
             return Partials(max, jnp.zeros((*max.shape, self.head_dim)), denominator)

@@ -127,7 +127,7 @@ class SlotsAsRows:
         return jax.ShapeDtypeStruct((batch, heads, blocks * self.slots, self.padded), jnp.float32)
 
     def partials(self, max: Array, denominator: Array, numerator: Array | None) -> Partials:
-        """Returns the results of a launch as partials of its programs."""
+        """Returns `max` and `denominator`, [B, programs, N], and `numerator`, [B, programs, D, N], as partials."""
         shape = (*max.shape, self.head_dim)
         numerator = jnp.zeros(shape) if numerator is None else numerator.swapaxes(2, 3)
         return jax.tree.map(lambda x: x[:, :, : self.count], Partials(max, numerator, denominator))
