@@ -3,7 +3,7 @@
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,8 +26,11 @@ from pallas_kernels.weighted_decode.entries import (
     check_kernel_support,
     read_ranges,
 )
+from pallas_kernels.weighted_decode.gpu_block import Block
 from pallas_kernels.weighted_decode.queries_as_rows import QueriesAsRows
 from pallas_kernels.weighted_decode.slots_as_rows import SlotsAsRows
+
+Form = SlotsAsRows | QueriesAsRows
 
 
 def check(queries: Float[Array, "B H R D"], entries: Entries, *, interpret: Any, **_options: Any) -> None:
@@ -119,7 +122,7 @@ class _Store(NamedTuple):
         return ["keys", *(() if self.entries.values is None else ("values",)), *self.weights]
 
 
-def _choose_form(stores: Sequence[_Store], interpret: Any) -> SlotsAsRows | QueriesAsRows:
+def _choose_form(stores: Sequence[_Store], interpret: Any) -> Form:
     """Returns how the matrix unit multiplies the queries and entries of a launch, whose stores have one format."""
     queries, entries = stores[0].queries, stores[0].entries
     _, _, count, head_dim = queries.shape
@@ -208,7 +211,7 @@ def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_log
     ]
 
 
-def _inputs(form: Any, store: _Store, ranges: Ranges) -> dict[str, Array]:
+def _inputs(form: Form, store: _Store, ranges: Ranges) -> dict[str, Array]:
     """Returns the arrays that a store's programs read."""
     batch, _, count, _ = store.queries.shape
     arrays = {**form.query_inputs(store.queries), "lowest": ranges.lowest, "highest": ranges.highest}
@@ -226,7 +229,7 @@ def _inputs(form: Any, store: _Store, ranges: Ranges) -> dict[str, Array]:
     return arrays
 
 
-def _scratch(form: Any, stores: Sequence[_Store], with_logits: bool, stages: int) -> dict[str, Any]:
+def _scratch(form: Form, stores: Sequence[_Store], with_logits: bool, stages: int) -> dict[str, Any]:
     """Returns the shared memory of a program of any of the stores, named after the arrays whose blocks it holds."""
     values = next((store.entries.slot_arrays["values"] for store in stores if store.entries.values is not None), None)
 
@@ -255,41 +258,7 @@ def _key_barrier(store: _Store) -> str:
     return f"key_barrier_{len(store.weights)}"
 
 
-class Block(NamedTuple):
-    """A block of slots in a program.
-
-    Attributes:
-        scratch: Arrays in shared memory, by name.
-        queries: From the form's `await_queries`.
-        bounds: First slot, and exclusive end, of each query; None if all queries of the program share them.
-        keys: The stored keys, in shared memory once `key_barrier` is passed.
-        values: The stored values, likewise with `value_barrier`; None without values.
-        per_slot: Log-weights and scales, by name, which arrive with the keys.
-        key_barrier: The barrier of keys, log-weights and scales.
-        value_barrier: The barrier of the values.
-        logits: The block's logits in global memory; None unless requested.
-        first_slot: The index of the block's first slot.
-        lowest: First slot that the program reads.
-        highest: Exclusive end of the slots that it reads.
-        fetch_next: Starts the copies of the next block in this memory, of a list of arrays, or of all.
-    """
-
-    scratch: Any
-    queries: Any
-    bounds: Any
-    keys: Any
-    values: Any
-    per_slot: dict[str, Any]
-    key_barrier: Any
-    value_barrier: Any
-    logits: Any
-    first_slot: Any
-    lowest: Any
-    highest: Any
-    fetch_next: Callable[..., None]
-
-
-def _program(form: Any, store: _Store, refs, scratch, launch_program, program, splits: int, stages: int) -> None:
+def _program(form: Form, store: _Store, refs, scratch, launch_program, program, splits: int, stages: int) -> None:
     """Attends with all queries of a head to one split of its slots.
 
     Args:

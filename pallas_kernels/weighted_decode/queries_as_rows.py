@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import hopper
 from pallas_kernels.partials import MASK_VALUE, Partials
+from pallas_kernels.weighted_decode.gpu_block import Block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,12 +107,12 @@ class QueriesAsRows:
         """Returns partials of no entries, for a store with the arrays `names`."""
         return hopper.RunningPartials.create(self.head_dim if "values" in names else None)
 
-    def attend(self, before: hopper.RunningPartials, block: Any) -> hopper.RunningPartials:
+    def attend(self, before: hopper.RunningPartials, block: Block) -> hopper.RunningPartials:
         """Returns partials with a block added.
 
         Args:
             before: The partials of the blocks so far.
-            block: A `mosaic_gpu.Block`.
+            block: The block.
         """
         scratch, operands, shape = block.scratch, self.operands, (hopper.ROWS, self.slots)
         plgpu.barrier_wait(block.key_barrier)

@@ -29,6 +29,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import hopper, hopper_bytes
 from pallas_kernels.hopper_bytes import BYTE, LOW_PART
 from pallas_kernels.partials import MASK_VALUE, Partials
+from pallas_kernels.weighted_decode.gpu_block import Block
 
 MAX_QUERIES = 32  # of a KV head; more do not fit in registers
 # The scale of vectors of zeros, whose logits count nevertheless.
@@ -200,12 +201,12 @@ class SlotsAsRows:
             masked() if is_separate else None, zeros(self.slots),
         )  # fmt: skip
 
-    def attend(self, before: RunningPartials, block: Any) -> RunningPartials:
+    def attend(self, before: RunningPartials, block: Block) -> RunningPartials:
         """Returns partials with a block added.
 
         Args:
             before: The partials of the blocks so far.
-            block: A `mosaic_gpu.Block`.
+            block: The block.
         """
         scratch, shape = block.scratch, (self.slots, self.padded)
         by_query, by_slot = _broadcast(shape, 1), _broadcast(shape, 0)
@@ -243,7 +244,7 @@ class SlotsAsRows:
             plgpu.copy_smem_to_gmem(scratch["logits"], block.logits)
         return after if factors is None else self._add_values(after, scratch, *factors)
 
-    def _products(self, block: Any, by_query: Callable[[Array], Array]) -> Float[Array, "128 N"]:
+    def _products(self, block: Block, by_query: Callable[[Array], Array]) -> Float[Array, "128 N"]:
         """Returns the products of a block's keys with the queries, scaled by the queries' scales."""
         scale, added = block.queries
         queries = block.scratch["queries"]
@@ -280,7 +281,7 @@ class SlotsAsRows:
         return before._replace(denominator=denominator, **{name: maximum})
 
     def _add_weights(
-        self, before: RunningPartials, block: Any, num_scores: Array, den_scores: Array, scale: Array | None
+        self, before: RunningPartials, block: Block, num_scores: Array, den_scores: Array, scale: Array | None
     ) -> tuple[RunningPartials, tuple[Float[Array, "N"], Float[Array, "N"]]]:
         """Adds the weights of a block, and writes both operands of the product with its values.
 
