@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-import kvjax
 from experiments.common.caches import Setting
 from experiments.common.output import Measured
 from experiments.common.statistics import median_interval
@@ -29,9 +28,9 @@ from experiments.common.timing import interleaved_seconds
 from experiments.common.transformers_decode import TransformersAnswers
 from kvjax_models import LanguageModel, load
 from kvjax_models.document import Document
+from kvjax_models.engine import Engine
 from kvjax_models.generation.generator import Generator
 from kvjax_models.model.config import LlamaConfig
-from kvjax_models.usage import collect
 
 ROW_MEMORY = 2 * 2**30  # bytes of memory for which `questions` counts rows
 TRANSFORMERS = "transformers"
@@ -114,7 +113,7 @@ def _answer_seconds(model: str, setting: Setting, sizes: Sizes, dtype: str, dire
 
     def answer() -> None:
         cache, (context, new) = setting.cache(llm), (sizes.context_tokens, sizes.answer_tokens)
-        _answer(cache.generator(max_prompt_tokens=context, max_new_tokens=new), prompt, sizes)
+        _answer(llm, cache.generator(max_prompt_tokens=context, max_new_tokens=new), prompt, sizes)
 
     return _seconds(answer), _seconds(answer)
 
@@ -151,7 +150,7 @@ def measure_answer(llm: LanguageModel, generators: Mapping[Setting, Generator], 
     """
     [prompt] = _random_tokens(llm.model.config, sizes.seed, 1, sizes.context_tokens)
     runs: dict[str, Callable[[], Any]] = {
-        str(setting): functools.partial(_answer, one, prompt, sizes) for setting, one in generators.items()
+        str(setting): functools.partial(_answer, llm, one, prompt, sizes) for setting, one in generators.items()
     }
     if sizes.dtype is not None:
         peer = TransformersAnswers(llm.model.config, sizes.dtype)
@@ -185,7 +184,7 @@ def measure_questions(llm: LanguageModel, settings: Sequence[Setting], sizes: Si
         engine = document.engine(rows=len(questions), max_new_tokens=needed)
         for question in questions:
             engine.add(question, document, max_new_tokens=sizes.answer_tokens)
-        collect(engine, 0, document)
+        engine.complete()
 
     runs: dict[str, Callable[[], Any]] = {name: functools.partial(ask, one) for name, one in documents.items()}
     if sizes.dtype is not None:
@@ -195,17 +194,18 @@ def measure_questions(llm: LanguageModel, settings: Sequence[Setting], sizes: Si
         runs["transformers, one by one"] = lambda: [peer.answer([one], sizes.answer_tokens, cache) for one in questions]
     for name, values in _ratios(runs, sizes.repetitions).items():
         if name in documents:
-            text_bytes = kvjax.cache_bytes(documents[name].texts).device
-            row_bytes = documents[name].tails(1).row_bytes
+            text_bytes = documents[name].cache_bytes
+            row_bytes = documents[name].suffix_sizes().row_bytes
             values |= {"document_bytes": text_bytes, "row_bytes": row_bytes}
             values["rows_in_2_gib"] = max((ROW_MEMORY - text_bytes) // row_bytes, 0)
         yield {"setting": name, **sizes._asdict()}, values
 
 
-def _answer(generator: Generator, prompt: Sequence[int], sizes: Sizes) -> None:
+def _answer(llm: LanguageModel, generator: Generator, prompt: Sequence[int], sizes: Sizes) -> None:
     """Reads a prompt and generates an answer."""
-    state = generator.prefill(generator.init_state(sizes.seed), [prompt])
-    generator.decode_all(state, sizes.answer_tokens, compact_last=False)
+    engine = Engine(llm.tokenizer, generator)
+    engine.add(prompt, max_new_tokens=sizes.answer_tokens, seed=sizes.seed)
+    engine.complete()
 
 
 def _random_tokens(config: LlamaConfig, seed: int, count: int, length: int) -> list[list[int]]:

@@ -25,7 +25,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import kvjax
 from experiments.common import plots
 from experiments.common.console import print_table
 from experiments.common.flags import Flags, run_command
@@ -135,7 +134,7 @@ def answer(llm: LanguageModel, method: DemoMethod, text: str) -> Outcome:
     cache = llm.cache(method.policy, method.budget, kv_dtype=method.kv_dtype)
     begin = time.perf_counter()
     document = cache.read(text, max_new_tokens=CAPACITY, template_options={"continue_final_message": True})
-    document.logits.block_until_ready()
+    document.prefix.state.logits.block_until_ready()
     read_seconds = time.perf_counter() - begin
     questions = [
         [{"role": "user", "content": question}, {"role": "assistant", "content": sentence}]
@@ -148,7 +147,7 @@ def answer(llm: LanguageModel, method: DemoMethod, text: str) -> Outcome:
         method,
         [text.strip().partition("\n")[0] for text in completions],
         document.cache_bytes,
-        sum(map(kvjax.read_bytes, document.texts)),
+        document.prefix.read_bytes,
         document.full_cache_bytes,
         read_seconds,
         usage.decode_seconds / max(len(one.tokens), 1),

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,7 +12,6 @@ from experiments.common.output import Measured
 from experiments.common.statistics import Estimate, mean_interval
 from kvjax_models import LanguageModel
 from kvjax_models.engine import Engine
-from kvjax_models.usage import collect
 
 
 class Sizes(NamedTuple):
@@ -45,7 +44,7 @@ def measure(llm: LanguageModel, settings: Sequence[Setting], sizes: Sizes) -> It
         Labels and values of each setting; ratios are to the full cache in the same repetition.
     """
     engines: dict[Setting, Engine] = {}
-    lengths = {"max_prompt_tokens": sizes.context_tokens, "max_new_tokens": sizes.answer_tokens}
+    lengths: dict[str, Any] = {"max_prompt_tokens": sizes.context_tokens, "max_new_tokens": sizes.answer_tokens}
     memory: int | str = sizes.full_rows
     for setting in settings:
         try:
@@ -93,5 +92,5 @@ def serve(engine: Engine, sizes: Sizes, requests: int | None = None, tokens: int
     begin, cpu_begin = time.perf_counter(), time.process_time()
     for number, prompt in enumerate(prompts):
         engine.add(prompt, max_new_tokens=tokens or sizes.answer_tokens, seed=number)
-    collect(engine, 0)
+    engine.complete()
     return time.perf_counter() - begin, time.process_time() - cpu_begin

@@ -110,12 +110,12 @@ class CacheSize:
 
 def text_size(document: Document) -> CacheSize:
     """Returns the size of a compressed text, with the bytes of one question and answer as `tail_fraction`."""
-    layers = list(zip(document.generator.policies, document.generator.specs, strict=True))
+    layers = list(zip(document.prefix.generator.policies, document.prefix.generator.specs, strict=True))
     sizes = [_frozen_bytes(policy, _reference(spec)) for policy, spec in layers]
     held, read = (sum(of_layers) / document.full_cache_bytes for of_layers in zip(*sizes, strict=True))
-    tail = _row_bytes(document.tails(1))[0] / document.full_cache_bytes
-    read_bytes = sum(map(kvjax.read_bytes, document.texts))
-    return CacheSize(document.cache_bytes, document.host_bytes, read_bytes, held, read, tail)
+    tail = _row_bytes(document.suffix_sizes())[0] / document.full_cache_bytes
+    prefix = document.prefix
+    return CacheSize(prefix.cache_bytes, prefix.host_bytes, prefix.read_bytes, held, read, tail)
 
 
 def sequence_size(generator: Generator, tokens: int, host_bytes: int = 0) -> CacheSize:

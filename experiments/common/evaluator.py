@@ -23,10 +23,11 @@ from kvjax_models import LanguageModel
 from kvjax_models.cache import CachedModel, read_together
 from kvjax_models.compile_cache import length_bucket
 from kvjax_models.document import Document
+from kvjax_models.engine import Engine
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill_together import prefill_together
 from kvjax_models.generation.state import GenerationState
-from kvjax_models.usage import collect
+from kvjax_models.prefix import Prefix
 
 _MAX_UNITS = 10_000  # of a task
 _MAX_SEED = 2**32 // _MAX_UNITS - 1
@@ -195,7 +196,7 @@ class Evaluator:
         engine = document.engine(rows=self.rows)
         for item in unit.items:
             engine.add(item.tokens, document, max_new_tokens=self.task.answer_tokens)
-        completions, _ = collect(engine, sum(len(item.tokens) for item in unit.items), document)
+        completions, _ = engine.complete()
         pairs = zip(unit.items, completions, strict=True)
         return caches.text_size(document), [self._score_answer(item, one.text) for item, one in pairs]
 
@@ -210,8 +211,11 @@ class Evaluator:
             rows = len(item.choices)
             _, log_probs = generator.with_batch(rows).score(kvjax.repeat_rows(state, rows), item.choices)
             return size, [choose(item, log_probs)]
-        [answer], _ = generator.decode_all(state, self.task.answer_tokens, compact_last=False)
-        return size, [self._score_answer(item, self.llm.tokenizer.decode_continuation(answer, unit.text))]
+        engine = Engine(self.llm.tokenizer, generator)
+        prefix = Prefix(generator, tuple(unit.text), state, num_first=len(unit.text))
+        engine.add([], prefix, max_new_tokens=self.task.answer_tokens)
+        [completion], _ = engine.complete()
+        return size, [self._score_answer(item, completion.text)]
 
     def _trace(self, unit: Unit, document: Document, answers: list[Any]) -> Measured:
         """Compares next-token distributions with the full cache's, along its answers."""

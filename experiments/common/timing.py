@@ -21,6 +21,7 @@ from kvjax.policy import merge_requirements
 from kvjax.quantization import readable
 from kvjax.segment import BlockStoreRead
 from kvjax_models.generation import lowering
+from kvjax_models.generation.decode import decode_block
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill import PrefilledLayer, compress_layer, embed, prefill_layers
 from kvjax_models.generation.prefill_together import common_scorer
@@ -83,8 +84,14 @@ class Writer:
 
     def __call__(self) -> GenerationState:
         """Decodes the next tokens and returns the state."""
-        for state, _ in self.generator.decode(self.state, self.tokens):
-            self.state = state
+        generator = self.generator
+        for start in range(0, self.tokens, generator.block_size):
+            steps = min(generator.block_size, self.tokens - start)
+            state, _ = decode_block(
+                generator.split_model, generator.mesh, generator.eos, generator.block_size, self.state, steps
+            )
+            self.state = compact_layers(state)
+        kvjax.raise_faults(self.state)
         return self.state
 
 

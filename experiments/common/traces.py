@@ -26,23 +26,23 @@ def follow(
     Returns:
         The tokens, and the log-probabilities of the vocabulary before each of them.
     """
-    tails = document.tails(1)
-    state = document.tail_state(tails)
+    suffix, entries = document.suffix_sizes(), document.prefix.entries
+    state = document.prefix.start_rows(suffix)
     if question:
-        state = tails.prefill(state, [question], document.texts)
-    state = commit_to_device(state, tails.mesh)
+        state = suffix.prefill(state, [question], entries)
+    state = commit_to_device(state, suffix.mesh)
     tokens: list[int] = []
     rows = []
     for step in range(max_new_tokens if answer is None else len(answer)):
         rows.append(np.asarray(jax.nn.log_softmax(state.logits[0])))
         tokens.append(int(np.argmax(rows[-1])) if answer is None else answer[step])
-        if answer is None and tokens[-1] in tails.eos:
+        if answer is None and tokens[-1] in suffix.eos:
             break
         block = jnp.array([tokens[-1:]], jnp.int32), jnp.ones(1, jnp.int32)
-        state = append_block(tails.split_model, tails.mesh, state, *block, document.texts)
-        if len(tokens) % tails.block_size == 0:
+        state = append_block(suffix.split_model, suffix.mesh, state, *block, entries)
+        if len(tokens) % suffix.block_size == 0:
             state = compact_layers(state)
-    check_faults(state, tails.mesh)
+    check_faults(state, suffix.mesh)
     return tokens, np.stack(rows)
 
 

@@ -54,9 +54,10 @@ def encode(tokenizer: Tokenizer, document: Document, chat: bool) -> tuple[list[i
         texts = [tokenizer.escape(question.text + question.prefix) for question in document.questions]
     else:
         messages = [{"role": "user", "content": document.context}]
-        context = tokenizer.encode_continuation(render_context(tokenizer, messages), context=())
+        rendered = render_context(tokenizer, messages)
+        context = tokenizer.encode_continuation(rendered, context=())
         texts = [
-            render_question(tokenizer, messages, question.text, separator="") + question.prefix.lstrip()
+            render_question(tokenizer, messages, rendered, question.text, separator="") + question.prefix.lstrip()
             for question in document.questions
         ]
     return context, [tokenizer.encode_continuation(text, context) for text in texts]

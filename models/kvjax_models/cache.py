@@ -10,9 +10,11 @@ Sizes of buffers are resolved where lengths are known: in `generate`, in `read` 
 
 import contextlib
 import dataclasses
+import functools
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import jax
 import numpy as np
@@ -20,19 +22,22 @@ import numpy as np
 import kvjax
 from kvjax.budget import Budget, format_bytes, limited_bytes
 from kvjax.messages import shorten
-from kvjax.policy import Policy
+from kvjax.policy import Policy, policy_of
 from kvjax.quantization import KVDtype, parse_kv_dtype
 from kvjax.registry import AnyPolicy, PolicyChoice, check_policy, resolve_policy
 from kvjax.spec import check_integer
 from kvjax_models import compile_cache
-from kvjax_models.document import Document, freeze_layers
-from kvjax_models.engine import Engine, seed_of_prompt
+from kvjax_models.document import Document, manifest
+from kvjax_models.engine import Collector, Completion, Engine, Usage, seed_of_prompt
+from kvjax_models.engine.answers import AnswerOptions, Answers, answer, check_n, stream
 from kvjax_models.generation.auto_policy import DEFAULT_BUDGET, Heads, check_heads, resolve_auto, resolve_windows
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill_together import prefill_together
 from kvjax_models.generation.sampling import Sampling, SamplingOptions
 from kvjax_models.generation.state import cache_specs
 from kvjax_models.keywords import suggest_keywords
+from kvjax_models.prefix import Prefix, open_notes
+from kvjax_models.profile import Profile
 from kvjax_models.prompts import (
     Message,
     Prompt,
@@ -43,18 +48,24 @@ from kvjax_models.prompts import (
     render_context,
     warn_of_file_name,
 )
-from kvjax_models.usage import Collector, Completion, collect
 
 if TYPE_CHECKING:
     from kvjax_models.language_model import LanguageModel
 
 KVDtypes = KVDtype | tuple[KVDtype, KVDtype] | None  # of keys and values together, or of each
 
+
+class GenerateOptions(AnswerOptions, total=False):
+    """The options of `CachedModel.generate` that do not change the type of the result."""
+
+    template_options: TemplateOptions
+
+
 MAX_ROWS = 2**16  # of a batch; far above what any device holds
-EXACT_TAIL_TOKENS = 4096  # tails of documents hold all their tokens up to this capacity
-# Tokens of a question per block, and between two compactions of a tail. They have a staging buffer in the dtype of the
-# model, which would be half of the bytes of a short tail with 64 tokens.
-_TAIL_BLOCK = 32
+EXACT_SUFFIX_TOKENS = 4096  # suffixes of documents hold all their tokens up to this capacity
+# Tokens of a question per block, and between two compactions of a suffix. Their staging buffer has the dtype of the
+# model, and would be half of the bytes of a short suffix with 64 tokens.
+_SUFFIX_BLOCK = 32
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,6 +122,28 @@ class CachedModel:
 
     # --- sequences with separate caches ---
 
+    @overload
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> str: ...  # type: ignore[overload-overlap]
+    @overload
+    def generate(self, prompt: Sequence[Prompt], **options: Unpack[GenerateOptions]) -> list[str]: ...
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self, prompt: Prompt, *, return_details: Literal[True], **options: Unpack[GenerateOptions]
+    ) -> tuple[Completion, Usage]: ...
+    @overload
+    def generate(
+        self, prompt: Sequence[Prompt], *, return_details: Literal[True], **options: Unpack[GenerateOptions]
+    ) -> tuple[list[Completion], Usage]: ...
+    @overload
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        *,
+        n: int,
+        return_details: bool = False,
+        **options: Unpack[GenerateOptions],
+    ) -> Answers: ...
+
     @suggest_keywords(SamplingOptions)
     def generate(
         self,
@@ -123,7 +156,7 @@ class CachedModel:
         template_options: TemplateOptions = None,
         return_details: bool = False,
         **sampling: Unpack[SamplingOptions],
-    ) -> Any:
+    ) -> Answers:
         """Continues one text or several, or answers conversations.
 
         Args:
@@ -149,32 +182,28 @@ class CachedModel:
             ValueError: for invalid options, a policy or budget that is not possible, and empty prompts.
             TypeError: for prompts of other types.
         """
-        check_integer("n", n, minimum=1)
-        if "logprobs" in sampling and sampling["logprobs"] is not None and not return_details:
-            raise ValueError("log-probabilities are part of the details; pass return_details=True")
         is_single = is_prompt(prompt)
         warn_of_file_name(prompt)
         prompts: Any = as_prompts([prompt] if is_single else prompt)
-        token_lists = [tokens for one in prompts for tokens in [self.llm.encode(one, template_options)] * n]
+        token_lists = [self.llm.encode(one, template_options) for one in prompts]
         if not token_lists:
             raise ValueError("prompt is an empty list; pass at least one prompt")
         engine = self.engine(
-            rows=len(token_lists), max_prompt_tokens=max(map(len, token_lists)), max_new_tokens=max_new_tokens
+            rows=len(token_lists) * check_n(n),
+            max_prompt_tokens=max(map(len, token_lists)),
+            max_new_tokens=max_new_tokens,
         )
-        for number, tokens in enumerate(token_lists):
-            engine.add(
-                tokens,
-                sampling=Sampling(**sampling),
-                stop=stop,
-                max_new_tokens=max_new_tokens,
-                seed=seed_of_prompt(seed, number),
-                prompt_seed=seed_of_prompt(seed, number // n * n),
-            )
-        completions, usage = collect(engine, sum(map(len, token_lists)))
-        values: list[Any] = [one if return_details else one.text for one in completions]
-        groups = values if n == 1 else [values[first : first + n] for first in range(0, len(values), n)]
-        result = groups[0] if is_single else groups
-        return (result, usage) if return_details else result
+        return answer(
+            engine,
+            token_lists,
+            is_single=is_single,
+            n=n,
+            max_new_tokens=max_new_tokens,
+            stop=stop,
+            seed=seed,
+            return_details=return_details,
+            sampling=sampling,
+        )
 
     @suggest_keywords(SamplingOptions)
     def stream(
@@ -207,12 +236,8 @@ class CachedModel:
         engine = self.engine(
             rows=1, max_prompt_tokens=len(tokens), max_new_tokens=max_new_tokens, stream_interval=stream_interval
         )
-        engine.add(tokens, sampling=Sampling(**sampling), stop=stop, max_new_tokens=max_new_tokens, seed=seed)
-        collector = Collector()
-        for output in engine.run():
-            if output.text:
-                yield output.text
-            collector.add(output)  # raises the error of a request that failed, after its text
+        options: dict[str, Any] = {"stop": stop, "max_new_tokens": max_new_tokens, "seed": seed}
+        yield from stream(engine, tokens, sampling=Sampling(**sampling), **options)
 
     @suggest_keywords(SamplingOptions)
     def generate_many(
@@ -296,6 +321,7 @@ class CachedModel:
         documents: int = 0,
         max_prompt_tokens: int,
         max_new_tokens: int = 256,
+        streaming: bool = False,
         max_prefill_steps: int | None = None,
         stream_interval: int | None = None,
     ) -> Engine:
@@ -307,6 +333,8 @@ class CachedModel:
                 cache. With documents, `rows` is the number for each of them.
             max_prompt_tokens: maximum length of a prompt, or of a document's text.
             max_new_tokens: maximum number of tokens after it; with documents, of question and answer together.
+            streaming: whether prompts are compressed while they are processed, in memory independent of their length;
+                see `Generator`.
             max_prefill_steps: see `Engine`.
             stream_interval: see `Engine`.
 
@@ -319,12 +347,15 @@ class CachedModel:
         options: dict[str, Any] = {"max_prefill_steps": max_prefill_steps, "stream_interval": stream_interval}
         lengths = compile_cache.length_bucket(max_prompt_tokens)
         if documents:
-            reader = self.document_generator(max_prompt_tokens, max_new_tokens)
-            tails = self.tails(reader, max_new_tokens)
-            tails = tails.with_batch(documents * _parse_rows(rows, tails))
-            return Engine(self.llm.tokenizer, tails, documents=documents, reader=reader, **options)
+            reader = self.document_generator(max_prompt_tokens, max_new_tokens, streaming=streaming)
+            suffixes = self.suffixes(reader, max_new_tokens)
+            suffixes = suffixes.with_batch(documents * _parse_rows(rows, suffixes))
+            return Engine(self.llm.tokenizer, suffixes, documents=documents, reader=reader, **options)
         generator = self.generator(
-            max_prompt_tokens=lengths[-1], max_new_tokens=max_new_tokens, budget_tokens=lengths[0] + max_new_tokens
+            max_prompt_tokens=lengths[-1],
+            max_new_tokens=max_new_tokens,
+            budget_tokens=lengths[0] + max_new_tokens,
+            streaming=streaming,
         )
         return Engine(self.llm.tokenizer, generator.with_batch(_parse_rows(rows, generator)), **options)
 
@@ -376,13 +407,52 @@ class CachedModel:
         )
         return document
 
+    def document(
+        self,
+        prefix: Prefix,
+        context: str | None,
+        messages: tuple[Message, ...] | None,
+        template_options: TemplateOptions,
+        seed: int,
+    ) -> Document:
+        """Returns a document of a frozen prefix; see `Document` for the arguments."""
+        return Document(
+            tokenizer=self.llm.tokenizer,
+            prefix=prefix,
+            suffixes=functools.partial(self.suffixes, prefix.generator),
+            options=self._describe(prefix.generator.policies[-1]),
+            context=context,
+            messages=messages,
+            template_options=template_options,
+            seed=seed,
+        )
+
+    def _describe(self, policy: Policy) -> dict[str, Any]:
+        """Returns the options as JSON.
+
+        Args:
+            policy: the policy that a function in place of a policy made.
+        """
+        choice = self.policy
+        if isinstance(choice, str | PolicyChoice):
+            described: Any = str(choice)
+        else:
+            described = kvjax.describe(choice if isinstance(choice, Policy) else policy)
+        return {
+            "policy": described,
+            "budget": None if self.budget is None else str(Budget.of(self.budget)),
+            "kv_dtype": self.kv_dtype,
+            "heads": None if isinstance(self.heads, Profile) else self.heads,
+            "allow_beyond_context": self.allow_beyond_context,
+        }
+
     def document_generator(self, max_text_tokens: int, max_new_tokens: int, *, streaming: bool = False) -> Generator:
         """Returns sizes and policies for a text, with its own budget.
 
         Args:
             max_text_tokens: maximum length of the text; similar ones share compiled programs. A budget's share is of
                 this length, rounded down by at most 1/32 (or 15 tokens), so that they often share slots, too.
-            max_new_tokens: capacity of its tails.
+            max_new_tokens: capacity of its suffixes.
             streaming: as for `read`.
 
         Returns:
@@ -398,12 +468,12 @@ class CachedModel:
             context_tokens=lengths[-1] + max_new_tokens,
         )
 
-    def tails(self, reader: Generator, max_new_tokens: int) -> Generator:
+    def suffixes(self, reader: Generator, max_new_tokens: int) -> Generator:
         """Returns sizes and policies of the tokens after a document's text.
 
-        A tail holds all its tokens in the document's format, up to `EXACT_TAIL_TOKENS`. A longer one has as many slots,
-        or the budget of a policy that has one, and compresses them with the document's policy, if that can compress
-        tokens while they come.
+        A suffix holds all its tokens in the document's format, up to `EXACT_SUFFIX_TOKENS`. A longer one has as many
+        slots, or the budget of a policy that has one, and compresses them with the document's policy, if that can
+        compress tokens while they come.
 
         Args:
             reader: sizes and policies with which the text is read (`document_generator`).
@@ -412,11 +482,11 @@ class CachedModel:
         Returns:
             A generator with one row.
         """
-        policy: Policy = kvjax.Exact(compact_every=min(_TAIL_BLOCK, max_new_tokens))
+        policy: Policy = kvjax.Exact(compact_every=min(_SUFFIX_BLOCK, max_new_tokens))
         scorer = None
-        if max_new_tokens > EXACT_TAIL_TOKENS:
+        if max_new_tokens > EXACT_SUFFIX_TOKENS:
             # Without a budget here, the policy has one.
-            budget = None if self.budget is None else EXACT_TAIL_TOKENS
+            budget = None if self.budget is None else EXACT_SUFFIX_TOKENS
             streamed = dataclasses.replace(self, budget=budget, kv_dtype=reader.kv_dtype)
             generator = streamed.generator(max_prompt_tokens=1, max_new_tokens=max_new_tokens, streaming=True)
             policy, scorer = generator.policies[0], generator.scorer
@@ -519,6 +589,40 @@ class CachedModel:
         return tuple(dataclasses.replace(spec, dtype=self.budget_dtype) for spec in specs)
 
 
+def open_document(llm: "LanguageModel", directory: str | os.PathLike) -> Document:
+    """Restores a document from `Document.save`; see `LanguageModel.open`."""
+    saves, step, notes = open_notes(directory, manifest(llm.model, llm.tokenizer))
+    policies = [policy_of(description) for description in notes["policies"]]
+    needs_scorer = any(policy.requires.predicted_scores for policy in policies)
+    generator = Generator(
+        llm.model,
+        [policies[number] for number in notes["layers"]],
+        batch=1,
+        max_prompt_tokens=notes["max_prompt_tokens"],
+        max_new_tokens=0,
+        eos=llm.tokenizer.eos_ids,
+        streaming=notes["streaming"],
+        allow_beyond_context=notes["cache"]["allow_beyond_context"],
+        kv_dtype=_as_tuple(notes["kv_dtype"]),
+        scorer=llm.scorer() if needs_scorer else None,
+        context_tokens=notes["context_tokens"],
+        is_short=notes["is_short"],
+    )
+    prefix = Prefix(generator, tuple(notes["tokens"]), generator.init_state()).freeze().restore(saves, step)
+    options = {name: _as_tuple(value) for name, value in notes["cache"].items()}
+    if isinstance(options["policy"], dict):
+        options["policy"] = policy_of(options["policy"])
+    messages, template_options = notes["messages"], notes["template_options"]
+    context = None if messages is None else render_context(llm.tokenizer, messages, template_options)
+    messages = None if messages is None else tuple(messages)
+    return llm.cache(**options).document(prefix, context, messages, template_options, notes["seed"])
+
+
+def _as_tuple(value: Any) -> Any:
+    """Returns lists of JSON as tuples."""
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+
+
 def read_together(caches: Sequence[CachedModel], text: Prompt | Sequence[int], **options: Any) -> list[Document]:
     """Compresses a text with several caches of one model, which computes the text once.
 
@@ -566,7 +670,7 @@ def read_steps(
         ValueError: for invalid options, and for a policy or budget that is not possible.
     """
     check_integer("max_new_tokens", max_new_tokens, minimum=1)
-    tokens, messages = encode_text(caches[0].llm, text, chat, template_options)
+    tokens, context, messages = encode_text(caches[0].llm, text, chat, template_options)
     capacity = len(tokens) if max_text_tokens is None else check_integer("max_text_tokens", max_text_tokens, minimum=1)
     if len(tokens) > capacity:
         raise ValueError(f"the text of {len(tokens)} tokens exceeds max_text_tokens={capacity}")
@@ -581,41 +685,30 @@ def read_steps(
             else:
                 states = result
     yield [
-        Document(
-            cache=cache,
-            generator=generator,
-            texts=freeze_layers(state),
-            logits=state.logits,
-            tokens=tuple(tokens),
-            messages=messages,
-            template_options=template_options,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            recurrent=state.recurrent,
-        )
+        cache.document(Prefix(generator, tuple(tokens), state).freeze(), context, messages, template_options, seed)
         for cache, generator, state in zip(caches, generators, states, strict=True)
     ]
 
 
 def encode_text(
     llm: "LanguageModel", text: Prompt | Sequence[int], chat: bool | None, template_options: TemplateOptions
-) -> tuple[list[int], tuple[Message, ...] | None]:
-    """Returns the tokens of a document's text, and the conversation that questions continue, if there is one."""
+) -> tuple[list[int], str | None, tuple[Message, ...] | None]:
+    """Returns the tokens of a document's text, and the conversation that questions continue: rendered, and messages."""
     if (isinstance(text, str) and not text.strip()) or (isinstance(text, list | tuple | np.ndarray) and not len(text)):
         raise ValueError("the text is empty; pass a text, messages or token ids")
     if is_tokens(text):
         if chat:
             raise ValueError("chat=True needs a text or messages, got token ids")
-        return [int(token) for token in text], None
+        return [int(token) for token in text], None, None
     if not is_prompt(text):
         raise TypeError(f"a text must be a string, messages or token ids, got {type(text).__name__}")
     if isinstance(text, str) and not (llm.tokenizer.chat_template is not None if chat is None else chat):
-        return llm.encode(text, template_options), None
+        return llm.encode(text, template_options), None, None
     if chat is False:
         raise ValueError("chat=False needs a text, got messages")
     messages: tuple[Message, ...] = ({"role": "user", "content": text},) if isinstance(text, str) else tuple(text)
-    rendered = render_context(llm.tokenizer, messages, template_options)
-    return llm.tokenizer.encode_continuation(rendered, context=()), messages
+    context = render_context(llm.tokenizer, messages, template_options)
+    return llm.tokenizer.encode_continuation(context, context=()), context, messages
 
 
 def _parse_rows(rows: int | str, generator: Generator) -> int:

@@ -1,8 +1,5 @@
 """Compiled programs: their cache on disk, and limits of how many a long-lived process creates and holds."""
 
-import contextlib
-import functools
-import hashlib
 import os
 import pathlib
 from collections.abc import Iterable
@@ -20,8 +17,6 @@ _PERSISTENT_CACHE_OPTIONS = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,  # reading takes less than compiling
 }
 
-_DIGEST_BYTES = hashlib.sha256().digest_size
-
 # XLA:CPU takes hundreds of memory maps per program and aborts the process at Linux's limit.
 _MAX_SHARE_OF_LIMIT = 0.6
 _MAPS, _LIMIT = pathlib.Path("/proc/self/maps"), pathlib.Path("/proc/sys/vm/max_map_count")
@@ -36,10 +31,9 @@ def enable_persistent_cache() -> None:
     if os.environ.get(DISABLE_VARIABLE) == "off" or _configured_directory() is not None:
         return
     try:
-        directory = user_cache_directory() / "jax"
+        directory = user_cache_directory() / "programs"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # JAX trusts the programs in it
         _remove_incomplete_entries(directory)
-        _change_store(directory)
     except OSError as error:
         logging.info("compiled programs are not stored: %s", error)
         return
@@ -63,58 +57,6 @@ def _remove_incomplete_entries(directory: pathlib.Path) -> None:
                     path.unlink(missing_ok=True)
     except filelock.Timeout:
         return  # another process reads or writes a program
-
-
-@functools.cache
-def _change_store(directory: pathlib.Path) -> None:
-    """Makes JAX store programs of a directory with digests, remove damaged programs, and limit the size once.
-
-    JAX itself never replaces a damaged program: every process would warn about it and compile again. Where its
-    compression has no checksum, damaged machine code could even be run. And it reads the time of use of all programs
-    before it writes one, which takes .1 to .3 s for 4,000 of them; once per process suffices. Does nothing if a later
-    version of JAX has another cache.
-
-    Args:
-        directory: the directory of the programs.
-    """
-    try:
-        from jax._src.lru_cache import LRUCache  # JAX has no public interface for caches
-
-        read, write, limit_size = LRUCache.get, LRUCache.put, LRUCache._evict_if_needed
-    except (ImportError, AttributeError):
-        return
-    size_is_limited = False
-
-    def get(cache: Any, key: str) -> bytes | None:
-        value = read(cache, key)
-        if value is None or str(cache.path) != str(directory):
-            return value
-        program = value[:-_DIGEST_BYTES]
-        if _digest(program) == value[-_DIGEST_BYTES:]:
-            return program
-        logging.info("removing the damaged program %s", key)
-        with cache.lock.acquire(cache.lock_timeout_secs) if cache.eviction_enabled else contextlib.nullcontext():
-            for kind in ("cache", "atime"):
-                (directory / f"{key}-{kind}").unlink(missing_ok=True)
-        return None
-
-    def put(cache: Any, key: str, value: bytes) -> None:
-        write(cache, key, value + _digest(value) if str(cache.path) == str(directory) else value)
-
-    def limit_size_once(cache: Any, **options: int) -> None:
-        nonlocal size_is_limited
-        if str(cache.path) != str(directory):
-            limit_size(cache, **options)
-        elif not size_is_limited:
-            limit_size(cache, **options)
-            size_is_limited = True
-
-    LRUCache.get, LRUCache.put = get, put  # type: ignore[method-assign, assignment]
-    LRUCache._evict_if_needed = limit_size_once  # type: ignore[method-assign, assignment]
-
-
-def _digest(program: bytes) -> bytes:
-    return hashlib.sha256(program).digest()
 
 
 def length_bucket(tokens: int) -> range:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -47,6 +48,15 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
     with _without_stdout():  # the library prints a warning about vocabularies with holes there
         backend = tokenizer.backend.to_str()
     return sha256_of_bytes(canonical_json(fields | {"backend": backend}).encode())
+
+
+def describe_model(model: Llama) -> dict[str, Any]:
+    """Returns the sizes, the dtype and the fingerprint of a model, as JSON."""
+    return {
+        **dataclasses.asdict(model.config),
+        "weight_dtype": model.weight_dtype or jnp.dtype(model.embedding.param_dtype).name,
+        "weights": model_fingerprint(model),
+    }
 
 
 @contextlib.contextmanager

@@ -20,8 +20,8 @@ from kvjax.messages import shorten
 from kvjax.registry import AnyPolicy
 from kvjax_models import compile_cache, formats, known_models
 from kvjax_models import profile as profiles
-from kvjax_models.cache import CachedModel, KVDtypes
-from kvjax_models.document import Document, open_document
+from kvjax_models.cache import CachedModel, KVDtypes, open_document
+from kvjax_models.document import Document
 from kvjax_models.formats.checkpoint import LoadOptions
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.generation.auto_policy import Heads

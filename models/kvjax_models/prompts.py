@@ -124,6 +124,7 @@ def render_context(tokenizer: Tokenizer, messages: Sequence[Message], options: T
 def render_question(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
+    context: str,
     question: Prompt,
     separator: str = "\n\n",
     options: TemplateOptions = None,
@@ -133,6 +134,7 @@ def render_question(
     Args:
         tokenizer: tokenizer of the model.
         messages: the conversation.
+        context: what `render_context` returned for it.
         question: a text, or messages that start with the user's.
         separator: text between the last message and the question, if the question continues that message.
         options: variables of the chat template.
@@ -151,7 +153,6 @@ def render_question(
     text = _text(turns[0])
     if messages and messages[-1]["role"] == "user":
         text = separator + text
-    context = render_context(tokenizer, messages, options)
     rendered = tokenizer.render_chat([*_with_question(messages, text), *turns[1:]], template_options=options)
     if not rendered.startswith(context):
         raise ValueError(

@@ -12,6 +12,7 @@ from kvjax_models.formats import huggingface
 from kvjax_models.generation.generator import Generator
 from tests.adapters.policies import POLICIES, every_policy, run_page
 from tests.models import tiny
+from tests.models.loops import decode_all
 
 keras_hub = pytest.importorskip("keras_hub")
 keras = pytest.importorskip("keras")
@@ -113,7 +114,7 @@ def test_every_policy_equals_the_model_of_kvjax(policy, models):
     sizes = {"max_prompt_tokens": spec.max_prompt_tokens, "max_new_tokens": spec.max_new_tokens}
     generator = Generator(own_model, POLICIES[policy], batch=2, **sizes)
     prompts = inputs["token_ids"][:, :PROMPT_TOKENS].tolist()
-    rows, _ = generator.decode_all(generator.prefill(generator.init_state(), prompts), MAX_LENGTH - PROMPT_TOKENS)
+    rows, _ = decode_all(generator, generator.prefill(generator.init_state(), prompts), MAX_LENGTH - PROMPT_TOKENS)
     assert tokens[:, PROMPT_TOKENS:].tolist() == rows
 
 

@@ -19,6 +19,7 @@ from kvjax_models.adapters import tunix as adapter
 from kvjax_models.generation.generator import Generator
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
+from tests.models.loops import decode_all
 
 VOCAB, PAD, BOS, EOS = 64, 0, 1, 63
 CACHE_SIZE, NUM_NEW = 128, 24
@@ -118,7 +119,7 @@ def test_every_policy_equals_the_model_of_kvjax(policy):
     sizes = {"batch": 2, "max_prompt_tokens": CACHE_SIZE, "max_new_tokens": CACHE_SIZE}
     generator = Generator(own, POLICIES[policy], **sizes)
     state = generator.prefill(generator.init_state(), [[BOS, *prompt] for prompt in PROMPTS])
-    assert sample_tokens(model) == generator.decode_all(state, NUM_NEW)[0]
+    assert sample_tokens(model) == decode_all(generator, state, NUM_NEW)[0]
 
 
 @pytest.mark.parametrize("policy", ["subgen", "balancekv", "compactor"])

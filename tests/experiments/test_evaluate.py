@@ -19,12 +19,12 @@ from experiments.common.evaluator import Evaluator
 from experiments.common.rows import RowFile, read_rows
 from experiments.common.units import encode, make_units
 from experiments.tasks.task import Document, Question, Task
-from kvjax_models.generation.generator import generate
 from kvjax_models.model.llama import Llama
 from kvjax_models.profile import FRACTIONS, Profile
 from tests.experiments.support import request
 from tests.kvjax.support import each
 from tests.models import tiny
+from tests.models.loops import generate
 
 EXACT, SNAPKV = Setting("exact"), Setting("snapkv:window_size=16,compact_every=16", "60%")
 CHELSEA = Setting("chelsea:compact_every=16", "60%")

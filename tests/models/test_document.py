@@ -139,8 +139,8 @@ def test_documents_that_are_read_together_equal_documents_alone():
     caches = [llm().cache(POLICIES[name]) for name in ("exact", "snapkv", "kvzip")]
     documents = read_together(caches, TEXT, max_new_tokens=96)
     for document, name in zip(documents, ("exact", "snapkv", "kvzip"), strict=True):
-        jax.tree.map(np.testing.assert_array_equal, document.texts, read(name).texts)
-        np.testing.assert_array_equal(document.logits, read(name).logits)
+        jax.tree.map(np.testing.assert_array_equal, document.prefix.entries, read(name).prefix.entries)
+        np.testing.assert_array_equal(document.prefix.state.logits, read(name).prefix.state.logits)
     with pytest.raises(ValueError, match="one model"):
         read_together([caches[0], tiny.make_llm(tiny.TEMPLATE).cache()], TEXT)
 
@@ -151,10 +151,10 @@ def test_documents_that_are_read_together_equal_documents_alone():
 @pytest.mark.parametrize("name", each(POLICIES, quick=("chelsea", "quest")))
 def test_questions_do_not_change_a_document(name):
     document = read(name)
-    before = jax.tree.map(lambda x: np.array(key_data(x)), (document.texts, document.logits))
+    before = jax.tree.map(lambda x: np.array(key_data(x)), (document.prefix.entries, document.prefix.state.logits))
     document.ask(QUESTIONS, max_new_tokens=12, temperature=1.0)
     document.generate(["", "x"], max_new_tokens=3)
-    after = jax.tree.map(lambda x: np.asarray(key_data(x)), (document.texts, document.logits))
+    after = jax.tree.map(lambda x: np.asarray(key_data(x)), (document.prefix.entries, document.prefix.state.logits))
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
@@ -162,13 +162,12 @@ def test_twelve_questions_hold_twelve_tails_and_one_text():
     document = read("snapkv")
     _, one = document.ask(QUESTIONS[0], max_new_tokens=8, return_details=True)
     _, twelve = document.ask(QUESTIONS[:1] * 12, max_new_tokens=8, return_details=True)
-    text_bytes = sum(
-        x.nbytes for x in jax.tree.leaves(document.texts) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    )
+    leaves = jax.tree.leaves(document.prefix.entries)
+    text_bytes = sum(x.nbytes for x in leaves if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
     assert document.cache_bytes == one.document_bytes == twelve.document_bytes == pytest.approx(text_bytes, rel=0.05)
     assert twelve.cache_bytes == pytest.approx(12 * one.cache_bytes, rel=0.02)
     # Steps read the text once for all rows.
-    text_read = sum(map(kvjax.read_bytes, document.texts))
+    text_read = document.prefix.read_bytes
     assert twelve.read_bytes - text_read == 12 * (one.read_bytes - text_read)
     assert twelve.full_cache_bytes - document.full_cache_bytes == 12 * (
         one.full_cache_bytes - document.full_cache_bytes
@@ -180,7 +179,7 @@ def test_twelve_questions_hold_twelve_tails_and_one_text():
     engine.step()
     held = sum(x.nbytes for x in jax.live_arrays()) - before
     assert held < engine.cache_sizes["cache_bytes"] + 12 * 98 * 12 + 200_000
-    assert all(a is b for a, b in zip(jax.tree.leaves(engine._texts), jax.tree.leaves(document.texts), strict=True))
+    assert all(a is b for a, b in zip(jax.tree.leaves(engine._rows.entries), leaves, strict=True))
 
 
 def test_similar_questions_compile_nothing():
@@ -234,10 +233,11 @@ def test_documents_enter_and_leave_while_others_answer():
         for output in engine.step():
             answers[output.number] += output.text
             reasons[output.number] = output.finish_reason
-        held.append(tuple(documents.index(one) if one in documents else None for one in engine._documents))
+        prefixes = [document.prefix for document in documents]
+        held.append(tuple(prefixes.index(one) if one in prefixes else None for one in engine._scheduler.prefixes))
     assert answers == expected and set(reasons.values()) == {"length"}
     assert {number for pair in held for number in pair} >= {0, 1, 2, 3} and len(set(held)) > 2
-    assert all(text.state.keys.shape[0] == 2 for text in engine._texts)
+    assert all(text.state.keys.shape[0] == 2 for text in engine._rows.entries)
 
 
 def test_a_failing_question_does_not_stop_the_others():
@@ -510,5 +510,8 @@ def test_invalid_options_of_reading_are_refused():
 
 def test_reprs_are_short():
     document = read("snapkv")
-    for value, start in ((document, "Document(163 tokens, "), (document.cache, "cache(policy=SnapKV(")):
+    for value, start in (
+        (document, "Document(163 tokens, "),
+        (llm().cache(POLICIES["snapkv"]), "cache(policy=SnapKV("),
+    ):
         assert repr(value).startswith(start) and len(repr(value)) < 400, repr(value)

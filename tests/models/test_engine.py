@@ -10,7 +10,9 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax_models import LanguageModel, engine, usage
+from kvjax_models import LanguageModel
+from kvjax_models.engine import Collector, Output
+from kvjax_models.engine.rows import PROGRAMS
 from kvjax_models.generation import prefill
 from kvjax_models.generation.answer_text import AnswerText, check_stop
 from kvjax_models.generation.decode import decode_program
@@ -18,6 +20,7 @@ from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import Sampling
 from tests.kvjax.support import ON_A_MESH, each
 from tests.models import tiny
+from tests.models.loops import decode_all
 from tests.models.support import compile_counts, count_compilations
 
 PERIOD = 8  # tokens of a block
@@ -76,7 +79,7 @@ def collect(some_engine):
 def tokens_alone(generator, number):
     alone = generator.with_batch(1)
     state = alone.prefill(alone.init_state(number, SAMPLING[number]), [prompts()[number]])
-    return alone.decode_all(state, NEW[number])[0][0]
+    return decode_all(alone, state, NEW[number])[0][0]
 
 
 @pytest.mark.parametrize("name", each(POLICIES, quick=("clustergen",)))
@@ -100,23 +103,24 @@ def test_requests_continue_finished_ones(name):
     def finish(prompt, limit, seed, **options):
         some_engine.add(prompts()[0], max_new_tokens=20 + seed)
         number = some_engine.add(prompt, sampling=sampling, max_new_tokens=limit, seed=seed, keep=True, **options)
-        return [output.turn for output in some_engine.run() if output.number == number][-1]
+        return [output.prefix for output in some_engine.run() if output.number == number][-1]
 
     turn = finish(first, 13, 1)
-    turns = [finish([*turn.tokens, *question], 11, 2, turn=turn) for _ in range(2)]
-    assert turns[0].tokens == turns[1].tokens and turns[0].text == turns[1].text and turns[0].num_first == len(first)
+    turns = [finish(question, 11, 2, prefix=turn) for _ in range(2)]
+    assert turns[0].tokens == turns[1].tokens and turns[0].num_first == len(first)
     alone = some_engine.generator.with_batch(1)
-    [tokens], state = alone.decode_all(alone.prefill(alone.init_state(1, sampling), [first]), 13)
+    [tokens], state = decode_all(alone, alone.prefill(alone.init_state(1, sampling), [first]), 13)
     assert turn.tokens == (*first, *tokens)
     rows = dataclasses.replace(state.sampling, in_prompt=state.sampling.in_prompt | (state.sampling.counts > 0))
     rows = dataclasses.replace(rows, counts=jnp.zeros_like(rows.counts))
     state = alone.prefill(alone.reseed(dataclasses.replace(state, sampling=rows), 2), [question])
-    assert turns[0].tokens == (*turn.tokens, *question, *alone.decode_all(state, 11)[0][0])
-    for prompt in (turn.tokens, [0, *turn.tokens], first):
-        with pytest.raises(ValueError, match="continue the 33 tokens of the turn"):
-            some_engine.add(prompt, turn=turn)
-    with pytest.raises(ValueError, match="exceed the 76 tokens"):
-        some_engine.add([*turn.tokens, *question], turn=turn, max_new_tokens=40)
+    assert turns[0].tokens == (*turn.tokens, *question, *decode_all(alone, state, 11)[0][0])
+    with pytest.raises(TypeError, match="a prompt after a prefix must be token ids, got str"):
+        some_engine.add("Who?", turn)
+    with pytest.raises(ValueError, match="another policy or size"):
+        make_engine(POLICIES[name], max_new_tokens=64).add(question, turn)
+    with pytest.raises(ValueError, match="9 tokens of the prompt and max_new_tokens=40 exceed the 43 tokens"):
+        some_engine.add(question, turn, max_new_tokens=40)
 
 
 def test_tokens_do_not_depend_on_rows_or_prefill_steps():
@@ -143,11 +147,11 @@ def test_answers_to_one_prompt_share_its_prefill(monkeypatch):
         some_engine.add(prompts()[1], sampling=sampling, max_new_tokens=9, seed=seed, prompt_seed=5)
     some_engine.add(prompts()[1], max_new_tokens=9, seed=5)  # greedy
     rows, *_ = collect(some_engine)
-    assert prefilled == [[prompts()[1]]] * 2
+    assert prefilled == [[tuple(prompts()[1])]] * 2
     alone = some_engine.generator.with_batch(1)
     for number in range(4):
         state = alone.prefill(alone.init_state(5, sampling), [prompts()[1]])
-        assert rows[number] == alone.decode_all(alone.reseed(state, 5 + number), 9)[0][0]
+        assert rows[number] == decode_all(alone, alone.reseed(state, 5 + number), 9)[0][0]
 
 
 def test_requests_that_differ_compile_nothing():
@@ -171,7 +175,7 @@ def test_requests_that_differ_compile_nothing():
 def test_prompts_of_all_lengths_share_programs():
     jax.clear_caches()
     some_engine = make_engine(rows=2, max_prompt_tokens=1024, max_new_tokens=16)
-    functions = [decode_program, prefill.prefill_layer, prefill.prefill_cache, engine._insert_row]
+    functions = [decode_program, prefill.prefill_layer, prefill.prefill_cache, PROGRAMS[0]]
     # Prompts are padded to 4 lengths from 256 to 1,024; equal layers share programs.
     with compile_counts(functions, [1, 4, 4, 1]):
         for length in range(1, 1025, 93):
@@ -393,7 +397,7 @@ def test_requests_are_aborted_while_they_wait_prefill_and_run():
 
 def test_a_failed_request_of_a_collector_is_an_error():
     with pytest.raises(ValueError, match="prompt 7: too bad"):
-        usage.Collector().add(engine.Output(7, "", [], "error", error="too bad"))
+        Collector().add(Output(7, "", [], "error", error="too bad"))
 
 
 # --- log-probabilities ---

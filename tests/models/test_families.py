@@ -12,6 +12,7 @@ from kvjax_models.formats import huggingface
 from kvjax_models.generation.generator import Generator
 from tests.kvjax.support import ON_A_MESH as POLICIES
 from tests.models import families, tiny
+from tests.models.loops import decode_all
 from tests.models.support import GOLDEN
 
 LENGTHS, NEW = (40, 25), 12
@@ -22,7 +23,7 @@ def generate(family, policy):
     with np.load(GOLDEN / family / "golden.npz") as arrays:
         prompts = [row[:length].tolist() for row, length in zip(arrays["tokens"], LENGTHS, strict=True)]
     generator = Generator(model, policy, batch=2, max_prompt_tokens=max(LENGTHS), max_new_tokens=NEW, prefill_chunk=16)
-    return model, prompts, *generator.decode_all(generator.prefill(generator.init_state(), prompts), NEW)
+    return model, prompts, *decode_all(generator, generator.prefill(generator.init_state(), prompts), NEW)
 
 
 def check_generates(family, policy):

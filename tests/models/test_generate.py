@@ -13,16 +13,17 @@ from flax import nnx
 import kvjax
 from experiments.common.compiled import large_outputs
 from kvjax.policy import Prompt
-from kvjax_models.generation import decode, lowering, prefill, repetition
+from kvjax_models.generation import decode as decode_lib
+from kvjax_models.generation import lowering, prefill, repetition
 from kvjax_models.generation.decode import NO_TOKEN, decode_program
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill_together import prefill_together
-from kvjax_models.generation.rows import extend_rows
 from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.state import compact_layer
 from kvjax_models.model import llama
 from kvjax_models.model.llama import Llama
 from tests.models import tiny
+from tests.models.loops import decode, decode_all
 from tests.models.support import compile_counts, key_data, small_config
 
 VOCABULARY, PERIOD, CHUNK = 128, 16, 32
@@ -113,7 +114,7 @@ def assert_equal_states(state, other):
 @pytest.mark.parametrize("make", [named_generator, streaming])
 def test_exact_generates_the_tokens_of_full_attention(make):
     generator = make("exact")
-    rows, state = generator.decode_all(start(generator), 40)
+    rows, state = decode_all(generator, start(generator), 40)
     assert rows == [greedy_reference(number, 40) for number in range(3)]
     assert len(set(rows[0])) > 5
     np.testing.assert_array_equal(state.positions, [110, 73, 41])
@@ -124,7 +125,7 @@ def test_two_turns_with_exact_equal_one_prompt():
     state = start(generator, [prompt[: len(prompt) // 2 + 1] for prompt in PROMPTS])
     # 34, 16 and 9 more tokens in blocks of 16: rows end in different blocks.
     remaining = [prompt[len(prompt) // 2 + 1 :] or greedy_reference(2, 9) for prompt in PROMPTS]
-    rows, _ = generator.decode_all(generator.prefill(state, remaining), 30)
+    rows, _ = decode_all(generator, generator.prefill(state, remaining), 30)
     assert rows == [greedy_reference(0, 30), greedy_reference(1, 30), greedy_reference(2, 39)[9:]]
 
 
@@ -142,7 +143,7 @@ def test_scores_with_exact_are_log_probabilities_of_full_attention():
         best = np.asarray(full_attention_logits(prompt + turn)[len(prompt) - 1 : -1].argmax(-1))
         np.testing.assert_array_equal(greedy, best == turn)
     # The final state equals the state of prefill.
-    assert generator.decode_all(state, 5)[0] == generator.decode_all(generator.prefill(start(generator), TURN), 5)[0]
+    assert decode_all(generator, state, 5)[0] == decode_all(generator, generator.prefill(start(generator), TURN), 5)[0]
     generator = streaming("exact")
     for prompt, row in zip(PROMPTS, generator.score(generator.init_state(), PROMPTS)[1], strict=True):
         np.testing.assert_allclose(row[0], -np.log(VOCABULARY), atol=1e-6)
@@ -179,33 +180,34 @@ def test_streaming_memory_does_not_depend_on_the_prompt_length():
 @every_policy
 def test_two_turns_with_copied_and_inserted_rows(name):
     generator = named_generator(name)
-    first, state = generator.decode_all(start(generator), 20)
+    first, state = decode_all(generator, start(generator), 20)
     assert [len(row) for row in first] == [20] * 3
     order = jnp.array([2, 0, 1])
     taken = kvjax.take_rows(state, order)
     inserted = kvjax.insert_rows(kvjax.take_rows(state, jnp.array([2, 2, 2])), take_row(state, 1), jnp.array([0]))
     repeated = kvjax.repeat_rows(take_row(state, 0), 3)
     # Donates `state`; the copies must not depend on it.
-    second, _ = generator.decode_all(generator.prefill(state, TURN), 20)
+    second, _ = decode_all(generator, generator.prefill(state, TURN), 20)
     assert len({tuple(row) for row in second}) == 3
     for copy, rows in ((taken, order.tolist()), (inserted, [1, 2, 2]), (repeated, [0, 0, 0])):
-        new_rows, _ = generator.decode_all(generator.prefill(copy, [TURN[row] for row in rows]), 20)
+        new_rows, _ = decode_all(generator, generator.prefill(copy, [TURN[row] for row in rows]), 20)
         assert new_rows == [second[row] for row in rows]
 
 
-@pytest.mark.parametrize("min_layers", [decode.MIN_LAYERS, 1], ids=["one program", "layer by layer"])
+@pytest.mark.parametrize("min_layers", [decode_lib.MIN_LAYERS, 1], ids=["one program", "layer by layer"])
 def test_each_row_finishes_at_its_end_of_text_token(min_layers, monkeypatch):
-    monkeypatch.setattr(decode, "MIN_LAYERS", min_layers)
+    monkeypatch.setattr(decode_lib, "MIN_LAYERS", min_layers)
     unlimited = [greedy_reference(number, 40) for number in range(3)]
     eos = unlimited[1][10]
     ends = [row.index(eos) + 1 if eos in row else len(row) for row in unlimited]
     assert ends[1] <= 11 and max(ends) > 20
     generator = make_generator(eos=(eos,))
     rows, state = [[] for _ in PROMPTS], start(generator)
-    for new_state, tokens in generator.decode(state, 40):
+    for new_state, tokens in decode(generator, state, 40):
         state = new_state
         assert tokens.dtype == np.int32 and (tokens[1, ends[1] :] == NO_TOKEN).all()
-        extend_rows(rows, tokens)
+        for row, new in zip(rows, tokens, strict=True):
+            row += [token for token in new.tolist() if token != NO_TOKEN]
     assert rows == [row[:end] for row, end in zip(unlimited, ends, strict=True)]
     expected = [len(prompt) + end for prompt, end in zip(PROMPTS, ends, strict=True)]
     np.testing.assert_array_equal(state.positions, expected)
@@ -222,8 +224,8 @@ def test_sampled_rows_do_not_depend_on_the_batch(name):
     def init():
         return generator.init_state(4, Sampling(temperature=0.9, top_k=20))
 
-    rows, _ = generator.decode_all(generator.prefill(init(), PROMPTS), 34)
-    row, _ = alone.decode_all(alone.prefill(take_row(init(), 1), PROMPTS[1:2]), 34)
+    rows, _ = decode_all(generator, generator.prefill(init(), PROMPTS), 34)
+    row, _ = decode_all(alone, alone.prefill(take_row(init(), 1), PROMPTS[1:2]), 34)
     assert row[0] == rows[1]
 
 
@@ -235,7 +237,7 @@ def test_each_layer_may_have_its_own_policy():
     state = start(generator)
     assert state.layers[0].state.keys.shape[2] == 192  # rounded up to blocks
     assert state.layers[1].state.keys.shape[2] == 24 and state.layers[2].state.window.keys.shape[2] == 40
-    rows, _ = generator.decode_all(state, 20)
+    rows, _ = decode_all(generator, state, 20)
     assert [len(row) for row in rows] == [20] * 3
 
 
@@ -272,7 +274,7 @@ def test_more_tokens_than_the_capacity_are_refused():
     generator = named_generator("exact")
     state = start(generator)
     with pytest.raises(ValueError, match=r"161 tokens .* = 70 \+ 90"):
-        next(generator.decode(state, 91))
+        next(decode(generator, state, 91))
     with pytest.raises(ValueError, match="170 tokens"):
         generator.prefill(state, [[1] * 100, [1], [1]])
 
@@ -314,7 +316,7 @@ def test_decoding_compiles_once_and_allocates_nothing():
     )
     with compile_counts([decode_program, compact_layer, prefill.prefill_cache, prefill.prefill_layer], [1] * 4):
         state, buffers = start(generator, random_tokens(3, 40, 9)), []
-        for _ in generator.decode(state, 256):
+        for _ in decode(generator, state, 256):
             buffers.append(count_live_arrays())
     assert len(buffers) == 256 // PERIOD
     assert len(set(buffers[1:])) == 1, buffers
@@ -324,16 +326,16 @@ def test_decoding_compiles_once_and_allocates_nothing():
 def test_layer_by_layer_equals_one_program(name, monkeypatch):
     def two_turns():
         generator = named_generator(name)
-        first, state = generator.decode_all(start(generator), 20)
+        first, state = decode_all(generator, start(generator), 20)
         state = generator.prefill(state, TURN)
         state, log_probs = generator.score(state, TURN)
-        second, state = generator.decode_all(state, 18)
+        second, state = decode_all(generator, state, 18)
         return first + second, log_probs, state
 
     expected_tokens, expected_log_probs, expected_state = two_turns()
-    monkeypatch.setattr(decode, "MIN_LAYERS", 1)
-    programs = [decode_program, decode.append_program, decode.score_program, decode.step_layer]
-    decode.step_layer.clear_cache()
+    monkeypatch.setattr(decode_lib, "MIN_LAYERS", 1)
+    programs = [decode_program, decode_lib.append_program, decode_lib.score_program, decode_lib.step_layer]
+    decode_lib.step_layer.clear_cache()
     # One program per kind of layer (full attention, window), and per length of a block: one token, PERIOD tokens, and
     # half of them for the end of a turn.
     with compile_counts(programs, [0, 0, 0, 6]):
@@ -348,8 +350,8 @@ def test_layer_by_layer_equals_one_program(name, monkeypatch):
 
 def test_the_last_block_may_stay_uncompacted():
     generator = named_generator("uniform")
-    rows, settled = generator.decode_all(start(generator), 20)
-    same, staged = generator.decode_all(start(generator), 20, compact_last=False)
+    rows, settled = decode_all(generator, start(generator), 20)
+    same, staged = decode_all(generator, start(generator), 20, compact_last=False)
     assert same == rows
     assert (int(settled.counters.offset), int(staged.counters.offset)) == (0, 20 - PERIOD)
 

@@ -8,6 +8,7 @@ import numpy as np
 import kvjax
 from kvjax_models.generation.decode import append_program, decode_program
 from kvjax_models.generation.state import compact_layer
+from tests.models.loops import decode_all
 from tests.models.support import compile_counts
 from tests.models.test_generate import PERIOD, PROMPTS, TURN, make_generator, random_model
 
@@ -21,7 +22,7 @@ def two_turns(policy):
     state, turns = generator.init_state(), []
     for prompts in (PROMPTS, TURN):
         state = dataclasses.replace(generator.prefill(state, prompts), done=jnp.zeros(3, bool))
-        rows, state = generator.decode_all(state, 20)
+        rows, state = decode_all(generator, state, 20)
         turns.append(rows)
     return turns, state
 

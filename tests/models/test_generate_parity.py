@@ -9,8 +9,8 @@ import kvjax
 from kvjax_models import LanguageModel
 from kvjax_models.formats import huggingface
 from kvjax_models.formats.tokenizer import Tokenizer
-from kvjax_models.generation.generator import generate
 from tests.models import families
+from tests.models.loops import generate
 from tests.models.support import GOLDEN
 
 NEW_TOKENS = 64

@@ -27,10 +27,10 @@ from kvjax_models.engine import Engine
 from kvjax_models.formats import huggingface
 from kvjax_models.generation import lowering, prefill
 from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.generation.state import state_shardings
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
+from kvjax_models.saves import Saves
 from kvjax_models.sharding import mesh_of, parameter_shardings, shard_model
 from tests.kvjax import support
 from tests.models import tiny
@@ -76,7 +76,7 @@ def generate_turns(model, policy, *, streaming=False):
     generator = Generator(model, policy, **SIZES, streaming=streaming)
     state, rows = generator.init_state(3), [[] for _ in PROMPTS]
     for prompts in (PROMPTS, [[2, 4], [8], [1, 1, 1], [7]]):
-        tokens, state = generator.decode_all(generator.prefill(state, prompts), 6)
+        tokens, state = decode_all(generator, generator.prefill(state, prompts), 6)
         rows = [row + more for row, more in zip(rows, tokens, strict=True)]
     return rows, state
 
@@ -85,7 +85,7 @@ def generate_after_prompts(model, policy):
     """Returns the checkpoint's tokens after prompts of several lengths, and the last logits."""
     generator = Generator(model, policy, batch=4, max_prompt_tokens=60, max_new_tokens=24)
     prompts = [list(range(5, 5 + length)) for length in (60, 17, 41, 33)]
-    rows, state = generator.decode_all(generator.prefill(generator.init_state(3), prompts), 12)
+    rows, state = decode_all(generator, generator.prefill(generator.init_state(3), prompts), 12)
     return rows, np.asarray(multihost_utils.process_allgather(state.logits, tiled=True))
 
 
@@ -115,19 +115,21 @@ import jax
 
 jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=int(sys.argv[2]))
 from tests.models import test_generate_sharded as tests
+from tests.models.loops import decode, decode_all
 """
 
 # Is killed after its first save, or continues from it.
 RESUME = """
 mesh = tests.make_mesh(data=2, tensor=4)
 generator = tests.Generator(tests.shard_model(tests.make_model(), mesh), tests.POLICIES["exact"], **tests.SIZES)
-saved = tests.SavedStates(sys.argv[3])
+saved = tests.Saves(sys.argv[3])
 if sys.argv[4] == "killed":
-    for state, _ in generator.decode(generator.prefill(generator.init_state(3), tests.PROMPTS), 12):
-        saved.save(4, generator, state)
+    for state, _ in decode(generator, generator.prefill(generator.init_state(3), tests.PROMPTS), 12):
+        saved.save(4, state, {}, {})
         os.kill(os.getpid(), signal.SIGKILL)
-step, state, _ = saved.restore(generator)
-print(json.dumps([tokens.tolist() for _, tokens in generator.decode(state, 12 - step)]))
+step = saved.newest()
+state = saved.restore(step, generator.init_state())
+print(json.dumps([tokens.tolist() for _, tokens in decode(generator, state, 12 - step)]))
 """
 
 GENERATE_WITH_EVERY_POLICY = """
@@ -169,7 +171,7 @@ def test_two_killed_processes_resume_from_their_save(tmp_path):
     run_two_processes(RESUME, str(tmp_path), "killed", expected_code=-signal.SIGKILL)
     generator = Generator(make_model(), POLICIES["exact"], **SIZES)
     state = generator.prefill(generator.init_state(3), PROMPTS)
-    blocks = [tokens.tolist() for _, tokens in generator.decode(state, 12)]
+    blocks = [tokens.tolist() for _, tokens in decode(generator, state, 12)]
     assert run_two_processes(RESUME, str(tmp_path), "resumed") == [blocks[1:]] * 2
 
 
@@ -242,13 +244,13 @@ def test_a_state_saved_on_one_mesh_continues_on_another(tmp_path):
     meshes = [make_mesh(data=data, tensor=8 // data) for data in (2, 4)]
     first, second = (Generator(shard_model(make_model(), mesh), POLICIES["exact"], **SIZES) for mesh in meshes)
     blocks = []
-    for state, tokens in first.decode(first.prefill(first.init_state(3), PROMPTS), 12):
+    for state, tokens in decode(first, first.prefill(first.init_state(3), PROMPTS), 12):
         if not blocks:
-            SavedStates(tmp_path).save(4, first, state)
+            Saves(tmp_path).save(4, state, {}, {})
         blocks.append(tokens)
-    restored = SavedStates(tmp_path).restore(second).state
+    restored = Saves(tmp_path).restore(4, second.init_state())
     assert_sharded(restored, meshes[1])
-    continued = [tokens for _, tokens in second.decode(restored, 8)]
+    continued = [tokens for _, tokens in decode(second, restored, 8)]
     np.testing.assert_array_equal(np.concatenate(continued, axis=1), np.concatenate(blocks[1:], axis=1))
 
 
@@ -286,7 +288,7 @@ def test_documents_on_a_mesh(name):
     *expected, _ = answer(None)
     *answers, document = answer(make_mesh(2, data=1, tensor=DEVICES))
     assert answers == expected
-    keys = jax.tree.leaves(document.texts[0].state)[0]
+    keys = jax.tree.leaves(document.prefix.entries[0].state)[0]
     assert not keys.sharding.is_fully_replicated
 
 

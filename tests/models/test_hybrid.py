@@ -14,9 +14,10 @@ from kvjax_models.generation import decode
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill import prefill_layers
 from kvjax_models.generation.repetition import make_repetitions
-from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.model.gated_delta import GatedDeltaSizes
+from kvjax_models.saves import Saves
 from tests.models import tiny
+from tests.models.loops import decode_all
 from tests.models.support import GOLDEN, compile_counts
 
 SIZES = GatedDeltaSizes(key_heads=2, value_heads=4, key_dim=8, value_dim=6, kernel_size=4)
@@ -57,7 +58,7 @@ def make_generator(llm, policy=None, **options):
 
 
 def generate(generator, prompts=PROMPTS, count=NEW):
-    return generator.decode_all(generator.prefill(generator.init_state(), prompts), count)
+    return decode_all(generator, generator.prefill(generator.init_state(), prompts), count)
 
 
 def assert_close(state, other, atol=1e-4):
@@ -104,9 +105,9 @@ def test_later_prompts_and_forks_continue_the_state(llm):
     state = generator.prefill(generator.init_state(), PROMPTS)
     forks = kvjax.repeat_rows(state, 2)
     state = generator.prefill(state, [[11, 12, 13]] * 3)
-    assert generator.decode_all(state, NEW)[0] == rows
+    assert decode_all(generator, state, NEW)[0] == rows
     double = generator.with_batch(6)
-    forked, _ = double.decode_all(double.prefill(forks, [[11, 12, 13], [8]] * 3), NEW)
+    forked, _ = decode_all(double, double.prefill(forks, [[11, 12, 13], [8]] * 3), NEW)
     assert forked[::2] == rows
 
 
@@ -166,7 +167,7 @@ def test_document_answers_ten_questions_as_ten_runs(llm, policy, budget, tmp_pat
         assert cache.generate([text + one for one in QUESTIONS], **options) == answers
     document.save(tmp_path)
     opened = llm.open(tmp_path)
-    assert_close(opened.recurrent, document.recurrent, atol=0)
+    assert_close(opened.prefix.state.recurrent, document.prefix.state.recurrent, atol=0)
     assert opened.generate(QUESTIONS[:2], **options) == answers[:2]
 
 
@@ -207,15 +208,15 @@ def test_bytes_count_recurrent_states(llm):
     assert sizes["cache_bytes"] == caches + 3 * row
     assert sizes["full_cache_bytes"] == 3 * (row + 2 * 120 * 2 * 2 * 16 * 2)
     document = llm.cache("snapkv", 64).read("a text " * 20)
-    assert document.cache_bytes == kvjax.cache_bytes((document.texts, document.recurrent)).device
+    assert document.cache_bytes == kvjax.cache_bytes((document.prefix.entries, document.prefix.state.recurrent)).device
 
 
 def test_saved_state_continues(llm, expected, tmp_path):
     generator = make_generator(llm)
     rows, state = generate(generator, count=5)
-    SavedStates(tmp_path).save(5, generator, state)
-    restored = SavedStates(tmp_path).restore(generator)
-    more, _ = generator.decode_all(restored.state, NEW - 5)
+    Saves(tmp_path).save(5, state, {}, {})
+    restored = Saves(tmp_path).restore(5, generator.init_state())
+    more, _ = decode_all(generator, restored, NEW - 5)
     assert [row + new for row, new in zip(rows, more, strict=True)] == expected
 
 

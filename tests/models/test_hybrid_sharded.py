@@ -10,12 +10,13 @@ import pytest
 import kvjax
 from kvjax_models import LanguageModel
 from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.model.gated_delta import GatedDeltaSizes
 from kvjax_models.model.llama import Llama
 from kvjax_models.model.short_convolution import ShortConvolutionSizes
+from kvjax_models.saves import Saves
 from kvjax_models.sharding import shard_model
 from tests.models import tiny
+from tests.models.loops import decode
 from tests.models.test_generate_sharded import (
     CONFIG,
     PROMPTS,
@@ -57,13 +58,13 @@ def test_a_state_saved_on_one_mesh_continues_on_another(tmp_path):
     meshes = [make_mesh(data=data, tensor=8 // data) for data in (2, 4)]
     first, second = (Generator(shard_model(make_model(), mesh), POLICY, **SIZES) for mesh in meshes)
     blocks = []
-    for state, tokens in first.decode(first.prefill(first.init_state(3), PROMPTS), 12):
+    for state, tokens in decode(first, first.prefill(first.init_state(3), PROMPTS), 12):
         if not blocks:
-            SavedStates(tmp_path).save(4, first, state)
+            Saves(tmp_path).save(4, state, {}, {})
         blocks.append(tokens)
-    restored = SavedStates(tmp_path).restore(second).state
+    restored = Saves(tmp_path).restore(4, second.init_state())
     assert_sharded(restored, meshes[1])
-    continued = [tokens for _, tokens in second.decode(restored, 8)]
+    continued = [tokens for _, tokens in decode(second, restored, 8)]
     np.testing.assert_array_equal(np.concatenate(continued, axis=1), np.concatenate(blocks[1:], axis=1))
 
 

@@ -36,7 +36,7 @@ def read(llm, policy, budget=None, kv_dtype=None, **options):
 def full_keys(llm):
     """Keys [layers, H_kv, T, D] of the text; no two tokens of a head have equal ones."""
     document = read(llm, "exact")
-    return np.stack([np.asarray(text.state.keys)[0, :, : document.num_tokens] for text in document.texts])
+    return np.stack([np.asarray(text.state.keys)[0, :, : document.num_tokens] for text in document.prefix.entries])
 
 
 def entries(cache):
@@ -55,7 +55,7 @@ def test_kept_tokens_are_those_whose_keys_the_cache_holds(llm, full_keys, name):
     shares = document.kept()
     assert shares.shape == full_keys.shape[:3] and shares.dtype == np.float32
     expected = np.zeros_like(shares)
-    for layer, cache in enumerate(document.texts):
+    for layer, cache in enumerate(document.prefix.entries):
         for head, keys in entries(cache):
             expected[layer, head] += (full_keys[layer, head][:, None] == keys).all(axis=-1).sum(axis=-1)
     np.testing.assert_array_equal(shares, expected)
@@ -74,7 +74,7 @@ def test_merged_tokens_share_a_slot(llm):
     document = read(llm, CHELSEA)
     shares = document.kept()
     assert (shares[:, :, :2] == 1).all() and (shares[:, :, -8:] == 1).all()
-    for layer, cache in zip(shares, document.texts, strict=True):
+    for layer, cache in zip(shares, document.prefix.entries, strict=True):
         count = int(cache.state.count[0])
         for head, degrees in zip(layer, np.asarray(cache.state.degree)[0, :, :count], strict=True):
             expected = np.sort(np.repeat(1 / degrees, degrees))

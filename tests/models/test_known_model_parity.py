@@ -14,7 +14,7 @@ from flax import nnx
 import kvjax
 from kvjax_models import formats, known_models
 from kvjax_models.formats.gguf_file import read_gguf
-from kvjax_models.generation.generator import generate
+from tests.models.loops import generate
 
 pytestmark = pytest.mark.heavy
 

@@ -18,6 +18,7 @@ from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill_together import prefill_together
 from kvjax_models.model.llama import Llama
 from tests.models import tiny
+from tests.models.loops import decode_all
 from tests.models.support import compile_counts, key_data, small_config
 
 VOCABULARY, CHUNK, PADDED = 128, 16, 80
@@ -108,12 +109,12 @@ def test_caches_keep_the_tokens_with_the_highest_scores(shares):
 
 def test_generation_continues_with_later_tokens():
     generator = make_generator()
-    rows, state = generator.decode_all(start(generator), 30)
+    rows, state = decode_all(generator, start(generator), 30)
     assert [len(row) for row in rows] == [30] * 3
     np.testing.assert_array_equal(state.positions, np.array(LENGTHS) + 30)
     # A budget for all tokens gives the tokens of a full cache.
     exact, roomy = (make_generator(policy) for policy in (kvjax.Exact(8), kvjax.KVzap(112, compact_every=8)))
-    assert roomy.decode_all(start(roomy), 30)[0] == exact.decode_all(start(exact), 30)[0]
+    assert decode_all(roomy, start(roomy), 30)[0] == decode_all(exact, start(exact), 30)[0]
     assert start(generator.with_batch(3)).positions.tolist() == list(LENGTHS)
 
 
@@ -126,13 +127,13 @@ def test_streamed_tokens_have_the_scores_of_an_entire_prompt():
             expected = results[number].predicted_scores[row, :, :length]
             np.testing.assert_allclose(scores, expected, rtol=0.01, atol=0.01)  # bfloat16
     entire = make_generator(kvjax.Exact(8))
-    assert generator.decode_all(state, 30)[0] == entire.decode_all(start(entire), 30)[0]
+    assert decode_all(generator, state, 30)[0] == decode_all(entire, start(entire), 30)[0]
 
 
 def test_long_answers_have_bounded_memory():
     policy = kvjax.KVzap(24, recent=8, compact_every=8)
     generator = make_generator(policy, max_new_tokens=64)
-    state = generator.decode_all(start(generator), 60)[1]
+    state = decode_all(generator, start(generator), 60)[1]
     store = state.layers[0].state
     assert store.keys.shape[2] == 24 and np.isfinite(np.asarray(store.scores, np.float32)).all()
     newest = np.asarray(store.newest)
@@ -202,7 +203,7 @@ def test_a_profile_without_a_scorer_is_measured_again(monkeypatch):
     monkeypatch.setattr(profile, "measure", None)
     assert llm.generate("Some text of a few more words.", "kvzap", 32, max_new_tokens=8) is not None
     document = llm.cache("kvzap:heads=auto", 32, kv_dtype="int8").read(4 * "Some text of a few more words. ")
-    np.testing.assert_array_equal(document.generator.scorer, found.scorer)
+    np.testing.assert_array_equal(document.prefix.generator.scorer, found.scorer)
     # The scorer of a profile that is passed takes precedence.
     other = dataclasses.replace(found, scorer=2 * found.scorer)
     np.testing.assert_array_equal(llm.cache("kvzap", 64, heads=other).generator(**sizes).scorer, other.scorer)

@@ -14,9 +14,9 @@ from kvjax_models.cli.chat import Chat, Conversation
 from kvjax_models.cli.generate import Generate
 from kvjax_models.formats import huggingface
 from kvjax_models.formats.tokenizer import Tokenizer
-from kvjax_models.generation.generator import generate
 from tests.models import tiny
 from tests.models.huggingface_files import save_model
+from tests.models.loops import generate
 
 DIRECTORY = tiny.directory()
 TEXT = "The quick brown fox jumps over the lazy dog. " * 12
@@ -357,7 +357,7 @@ def test_answers_are_the_end_of_the_entire_text_everywhere(tmp_path, monkeypatch
     list(conversation.answer("a b"))
     list(conversation.answer("c"))
     text = llm.tokenizer.render_chat(conversation.messages, add_generation_prompt=False)
-    assert llm.tokenizer.decode(conversation._cached_tokens) == text.removesuffix("\n")
+    assert llm.tokenizer.decode(conversation.prefix.tokens) == text.removesuffix("\n")
 
 
 def test_template_options_reach_the_template(tmp_path, monkeypatch):

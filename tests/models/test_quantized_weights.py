@@ -10,10 +10,10 @@ import kvjax
 from kvjax_models import formats, load
 from kvjax_models.formats.checkpoint import _input_axis, flatten_parameters
 from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.saved_states import SavedStates
 from kvjax_models.model import quantized
 from kvjax_models.model.llama import parameter_bytes
 from tests.models import tiny
+from tests.models.loops import decode_all
 from tests.models.support import GOLDEN
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 60, (2, 24)))
@@ -84,19 +84,16 @@ def test_bytes_and_generation(llms):
     generator = Generator(int8.model, kvjax.Exact(), batch=1, max_prompt_tokens=256, max_new_tokens=8)
     state = generator.prefill(generator.init_state(), tokens)
     np.testing.assert_allclose(state.logits[0], int8.model(jnp.asarray(tokens))[0, -1], atol=2e-3)
-    rows, _ = generator.decode_all(state, 8)
+    rows, _ = decode_all(generator, state, 8)
     logits = int8.model(jnp.asarray([tokens[0] + rows[0]]))[0]
     assert rows[0] == jnp.argmax(logits[len(tokens[0]) - 1 : -1], axis=-1).tolist()
 
 
 def test_saves_name_the_dtype_of_weights(llms, tmp_path):
-    generators = [llm.cache().generator(max_prompt_tokens=16, max_new_tokens=8) for llm in llms]
-    state = generators[1].prefill(generators[1].init_state(), [[1, 2, 3]])
-    saves = SavedStates(tmp_path / "run")
-    saves.save(0, generators[1], state, {}, {})
-    assert saves.restore(generators[1], {})[0] == 0
+    llms[1].cache().read([1, 2, 3]).save(tmp_path / "run")
+    assert llms[1].open(tmp_path / "run").tokens == (1, 2, 3)
     with pytest.raises(ValueError, match="model.weight_dtype is 'int8'.* not 'float32'"):
-        saves.restore(generators[0], {})
+        llms[0].open(tmp_path / "run")
 
 
 def test_what_int8_weights_do_not_support(llms, tmp_path):

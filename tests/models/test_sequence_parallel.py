@@ -174,7 +174,7 @@ def generate(model, name):
     prompts = [np.random.default_rng(row).integers(0, 40, length).tolist() for row, length in enumerate((420, 130))]
     sizes = {"batch": 2, "max_prompt_tokens": 512, "max_new_tokens": 16, "prefill_chunk": CHUNK}
     generator = Generator(model, policy, **sizes, scorer=make_scorer(model.config.kv_heads))
-    rows, state = generator.decode_all(generator.prefill(generator.init_state(3), prompts), 8)
+    rows, state = decode_all(generator, generator.prefill(generator.init_state(3), prompts), 8)
     logits = np.asarray(multihost_utils.process_allgather(state.logits, tiled=True))
     return generator.padding_multiple(420), rows, logits
 
@@ -190,6 +190,7 @@ def test_tokens_and_logits_equal_those_of_one_device(name):
 
 GENERATE = """
 from tests.models import test_sequence_parallel as tests
+from tests.models.loops import decode_all
 
 model = tests.shard_model(tests.random_model(6, 2), tests.kvjax.make_mesh(2, tensor=8))
 print(json.dumps(tests.generate(model, "snapkv")[:2]))

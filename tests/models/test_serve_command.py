@@ -91,7 +91,7 @@ def test_the_log_of_the_command(tmp_path):
         "from kvjax_models.engine import Engine\n"
         "step = Engine.step\n"
         "def broken(engine):\n"
-        "    if any(len(request.prompt) == 7 for request in engine._waiting):\n"
+        "    if any(len(request.prompt) == 7 for request in engine._requests.values()):\n"
         "        raise RuntimeError('out of memory')\n"
         "    return step(engine)\n"
         "Engine.step = broken\n"

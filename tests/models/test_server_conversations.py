@@ -9,6 +9,7 @@ import pytest
 
 from kvjax_models.generation.sampling import Sampling
 from tests.models import tiny
+from tests.models.loops import decode_all
 from tests.models.serving import MODEL, Server, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -107,7 +108,7 @@ def test_compressed_turns_equal_an_uninterrupted_conversation(llm, policy):
     for turn in range(3):
         prompt = llm.encode(messages[: 2 * turn + 1])
         state = generator.prefill(state, [prompt[len(tokens) :]])
-        [new], state = generator.decode_all(state, SAMPLED["max_tokens"])
+        [new], state = decode_all(generator, state, SAMPLED["max_tokens"])
         assert llm.tokenizer.decode_continuation(new, prompt) == messages[2 * turn + 1]["content"]
         tokens = prompt + new
         is_known = state.sampling.in_prompt | (state.sampling.counts > 0)

@@ -10,7 +10,6 @@ import kvjax
 from kvjax.budget import Budget, SmallBudgetWarning, fit_bytes, fit_share, limited_bytes
 from kvjax.registry import POLICIES
 from kvjax.spec import TILE
-from kvjax_models.document import open_document
 from kvjax_models.generation import auto_policy
 from kvjax_models.profile import FRACTIONS, Profile
 from tests.kvjax.support import make_spec
@@ -124,7 +123,7 @@ def test_a_short_text_that_is_held_entirely_answers_as_the_full_cache(llm):
 def test_a_saved_document_says_what_it_holds(llm, tmp_path):
     document = llm.cache("snapkv", "25%").read(TEXT, max_new_tokens=64)
     document.save(tmp_path)
-    restored = open_document(llm, tmp_path)
+    restored = llm.open(tmp_path)
     assert repr(restored) == repr(document) and "the text is short" in repr(restored)
 
 
@@ -142,7 +141,7 @@ def test_budgets_in_bytes_and_slots_are_strict(llm):
 
 def test_a_long_text_has_its_share(llm):
     document = llm.cache("snapkv", "25%").read(TEXT * 30, max_new_tokens=64)
-    assert not document.generator.is_short and document.cache_bytes <= document.full_cache_bytes / 4
+    assert not document.prefix.generator.is_short and document.cache_bytes <= document.full_cache_bytes / 4
     assert "% of a full bfloat16 cache" in repr(document)
 
 
@@ -199,6 +198,6 @@ def test_text_and_tail_have_the_format_of_one_resolution(llm, monkeypatch):
         cache = llm.cache("auto", f"{full * 960 // 5}B")
         reader = cache.document_generator(tokens, 64)
         engine = cache.engine(documents=2, rows=1, max_prompt_tokens=tokens, max_new_tokens=64)
-        assert cache.tails(reader, 64).kv_dtype == reader.kv_dtype == engine.generator.kv_dtype
+        assert cache.suffixes(reader, 64).kv_dtype == reader.kv_dtype == engine.generator.kv_dtype
         formats.add(reader.kv_dtype)
     assert formats == {"int8", "int4"}

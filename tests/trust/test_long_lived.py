@@ -12,8 +12,9 @@ from flax import nnx
 import kvjax
 from kvjax_models import compile_cache
 from kvjax_models.generation.decode import decode_program
-from kvjax_models.generation.generator import Generator, generate
+from kvjax_models.generation.generator import Generator
 from kvjax_models.model.llama import Llama
+from tests.models.loops import decode_all, generate
 from tests.models.support import count_compilations, small_config
 
 WINDOW = {"sinks": 2, "recent": 4, "compact_every": 8}
@@ -116,7 +117,7 @@ def test_buckets_do_not_change_tokens():
     prompt = [1 + i * i % 30 for i in range(70)]
     rows, _ = generate(make_model(), EXACT, [prompt], max_new_tokens=10)
     generator = Generator(make_model(), EXACT, batch=1, max_prompt_tokens=70, max_new_tokens=10)
-    assert rows == generator.decode_all(generator.prefill(generator.init_state(), [prompt]), 10)[0]
+    assert rows == decode_all(generator, generator.prefill(generator.init_state(), [prompt]), 10)[0]
 
 
 def test_programs_are_freed_near_the_limit_of_memory_maps(monkeypatch):

@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax_models.generation.generator import Generator, generate
+from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import Sampling, row_sampling, sample
 from kvjax_models.model.llama import Llama
 from tests.kvjax.support import BATCH, HEAD_DIM, LENGTHS, POLICIES, each, make_spec
 from tests.kvjax.support import ON_A_MESH as ANY_VALUES
+from tests.models.loops import decode, decode_all, generate
 from tests.models.support import small_config
 
 WINDOW = {"sinks": 1, "recent": 2, "compact_every": 4}
@@ -338,9 +339,9 @@ def test_forks_sample_independently_and_the_first_continues_its_row():
     forks = kvjax.repeat_rows(state, 4)
     keys = np.asarray(jax.random.key_data(kvjax.repeat_rows(kvjax.repeat_rows(forks, 2), 2).sampling_keys))
     assert len(set(map(bytes, keys))) == 16
-    rows, _ = fork_generator.decode_all(forks, 12)
+    rows, _ = decode_all(fork_generator, forks, 12)
     assert len(set(map(tuple, rows))) == 4
-    assert generator.decode_all(state, 12)[0] == rows[:1]
+    assert decode_all(generator, state, 12)[0] == rows[:1]
 
 
 def test_forks_never_use_later_keys_of_their_row():
@@ -361,7 +362,7 @@ def test_reseed_reseeds_forks():
         forks = fork_generator.reseed(kvjax.repeat_rows(state, 3), seed)
         expected = fork_generator.init_state(seed).sampling_keys
         np.testing.assert_array_equal(jax.random.key_data(forks.sampling_keys), jax.random.key_data(expected))
-        rows += fork_generator.decode_all(forks, 12)[0]
+        rows += decode_all(fork_generator, forks, 12)[0]
     assert len(set(map(tuple, rows))) == 6
 
 
@@ -391,4 +392,4 @@ def test_faults_of_a_cache_stop_generation():
     generator = make_generator()
     state = generator.prefill(generator.init_state(), [[1, 2, 3]])
     with pytest.raises(ValueError, match="is invalid|NaN or infinite"):
-        list(generator.decode(with_overflow(state, 1), 8))
+        list(decode(generator, with_overflow(state, 1), 8))

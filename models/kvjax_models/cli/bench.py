@@ -6,14 +6,13 @@ import time
 
 import numpy as np
 
-import kvjax
 from kvjax.budget import format_bytes
 from kvjax.registry import PolicyChoice
 from kvjax_models.cache import MAX_ROWS
 from kvjax_models.cli.options import ModelOptions, read_text, repeatable
 from kvjax_models.cli.output import write_output
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.state import GenerationState, check_seed
+from kvjax_models.engine import Engine
+from kvjax_models.generation.state import check_seed
 from kvjax_models.language_model import LanguageModel
 
 
@@ -51,19 +50,17 @@ class Bench(ModelOptions):
 
 @dataclasses.dataclass
 class Measurement:
-    """The state of one policy and its times.
+    """The engine of one policy and its times.
 
     Attributes:
         choice: the policy.
-        generator: its generator.
-        state: its newest state.
-        prefill: seconds of prefill.
+        engine: an engine whose rows have the same prompt.
+        prefill: seconds of prefill of one row.
         turns: seconds per decode step in every turn.
     """
 
     choice: PolicyChoice
-    generator: Generator
-    state: GenerationState
+    engine: Engine
     prefill: float
     turns: list[float]
 
@@ -91,27 +88,31 @@ def measure(options: Bench, llm: LanguageModel, choices: list[PolicyChoice]) -> 
         cache = llm.cache(choice, kv_dtype=options.kv_formats, allow_beyond_context=True)
         generator = cache.generator(batch=options.batch, max_prompt_tokens=len(prompt), max_new_tokens=max_new_tokens)
         generator = dataclasses.replace(generator, eos=())  # finished sequences would take no time
-        _prefill(generator, prompt, options.seed)  # compiles
-        begin = time.perf_counter()
-        state = _prefill(generator, prompt, options.seed)
-        measurements.append(Measurement(choice, generator, state, time.perf_counter() - begin, []))
-    for turn in range(options.turns + 1):
+        engine = Engine(llm.tokenizer, generator, stream_interval=options.tokens)
+        for _ in range(options.batch):  # the rows share one prefill
+            engine.add(prompt, max_new_tokens=max_new_tokens, seed=options.seed)
+        _decode(engine, options.tokens)
+        measurements.append(Measurement(choice, engine, engine.prefill_seconds, []))
+    for _ in range(options.turns):
         for one in measurements:
             begin = time.perf_counter()
-            for new_state, _ in one.generator.decode(one.state, options.tokens):
-                one.state = new_state
-            one.state.logits.block_until_ready()
-            if turn:
-                one.turns.append((time.perf_counter() - begin) / options.tokens)
-    for one in measurements:
-        kvjax.raise_faults(one.state)
+            _decode(one.engine, options.tokens)
+            one.turns.append((time.perf_counter() - begin) / options.tokens)
     return measurements
 
 
-def _prefill(generator: Generator, prompt: list[int], seed: int) -> GenerationState:
-    state = generator.prefill(generator.init_state(seed), [prompt] * generator.batch)
-    state.logits.block_until_ready()
-    return state
+def _decode(engine: Engine, tokens: int) -> None:
+    """Decodes `tokens` tokens in every row.
+
+    Raises:
+        ValueError: if a row has a fault.
+    """
+    num_decoded = 0
+    while num_decoded < tokens:
+        outputs = engine.step()
+        if error := next((output.error for output in outputs if output.error is not None), None):
+            raise ValueError(error)
+        num_decoded += len(outputs[0].tokens)
 
 
 def _prompt(options: Bench, llm: LanguageModel) -> list[int]:
@@ -128,7 +129,7 @@ def _table(options: Bench, measurements: list[Measurement]) -> str:
     full = measurements[0]
     lines = [("policy", "cache", "of full bfloat16", "first token", "per token", "speedup", "tokens/s")]
     for one in measurements:
-        sizes = one.generator.cache_sizes(one.state)
+        sizes = one.engine.cache_sizes
         # The median of ratios of simultaneous turns is insensitive to other load on the machine.
         speedup = statistics.median(theirs / ours for theirs, ours in zip(full.turns, one.turns, strict=True))
         lines.append(

@@ -5,14 +5,12 @@ import sys
 import threading
 from collections.abc import Iterator
 
-import kvjax
 from kvjax_models.cli import interrupts, progress
 from kvjax_models.cli.options import GenerationOptions, describe_sizes, read_text
 from kvjax_models.cli.output import write_output
-from kvjax_models.formats.tokenizer import Streamer
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.state import GenerationState, compact_layers
+from kvjax_models.engine import Engine, seed_of_prompt
 from kvjax_models.language_model import LanguageModel
+from kvjax_models.prefix import Prefix
 
 _CONTEXT_TOKENS = 4096  # of a conversation by default
 
@@ -34,17 +32,21 @@ class Chat(GenerationOptions):
             with interrupts.deferred() as stop:
                 for text in conversation.answer(document + turn, stop):
                     write_output(text)
-            if conversation.state is not None:
+            if conversation.messages:
                 document = ""
             write_output("\n")
-        if conversation.state is not None:
-            assert conversation.generator is not None
-            sizes = conversation.generator.cache_sizes(conversation.state)
-            self.write_summary(describe_sizes(sizes, conversation.generator.describe_share(sizes)))
+        if (engine := conversation.engine) is not None:
+            self.write_summary(describe_sizes(engine.cache_sizes, engine.generator.describe_share(engine.cache_sizes)))
 
 
 class Conversation:
-    """A conversation in one cache; each turn is processed once."""
+    """A conversation in one cache; each turn is processed once.
+
+    Attributes:
+        messages: the messages, of which the last one is an answer.
+        engine: an engine with one row, of the size of the conversation; None before the first turn.
+        prefix: the conversation with its cache; None before the first answer and after one that ended at a stop string.
+    """
 
     def __init__(self, llm: LanguageModel, options: Chat, system: str | None = None) -> None:
         """Starts a conversation.
@@ -60,10 +62,9 @@ class Conversation:
         self.llm, self.options = llm, options
         self.messages = [] if system is None else [{"role": "system", "content": system}]
         self.context_tokens = _context_tokens(options, llm.model.config.max_length)
-        self.generator: Generator | None = None
-        self.state: GenerationState | None = None
-        self._cached_text = ""  # the rendered conversation in the cache
-        self._cached_tokens: list[int] = []
+        self.engine: Engine | None = None
+        self.prefix: Prefix | None = None
+        self._text = ""  # the rendered conversation in the prefix
 
     def answer(self, turn: str, stop: threading.Event | None = None) -> Iterator[str]:
         """Answers a turn of the user; raises a ValueError if the model has no chat template.
@@ -78,61 +79,51 @@ class Conversation:
         Raises:
             ValueError: if the turn and an answer exceed the maximum length.
         """
-        self.messages.append({"role": "user", "content": turn})
-        text = self.llm.tokenizer.render_chat(self.messages, template_options=self.options.chat_options)
-        if self.state is not None and text.startswith(self._cached_text):
-            new_text = text[len(self._cached_text) :]
-        else:  # the first turn, or a template that changes earlier turns
-            self.state, self._cached_tokens, new_text = None, [], text
-        tokens = self.llm.tokenizer.encode_continuation(new_text, self._cached_tokens)
-        position = 0 if self.state is None else int(self.state.positions[0])
-        max_new_tokens = min(self.options.max_new_tokens, self.context_tokens - position - len(tokens))
+        messages = [*self.messages, {"role": "user", "content": turn}]
+        text = self.llm.tokenizer.render_chat(messages, template_options=self.options.chat_options)
+        if self.prefix is not None and not text.startswith(self._text):
+            self.prefix = None  # the template changes earlier turns
+        before = () if self.prefix is None else self.prefix.tokens
+        tokens = self.llm.tokenizer.encode_continuation(text[len(self._text) if before else 0 :], before)
+        max_new_tokens = min(self.options.max_new_tokens, self.context_tokens - len(before) - len(tokens))
         if max_new_tokens < 1:
             raise ValueError(
-                f"a conversation of {position} tokens and a turn of {len(tokens)} leave no tokens for an answer within "
-                f"--context_tokens={self.context_tokens}"
+                f"a conversation of {len(before)} tokens and a turn of {len(tokens)} leave no tokens for an answer "
+                f"within --context_tokens={self.context_tokens}"
             )
-        if self.state is None:
-            self.generator = self.options.cache(self.llm).generator(
-                max_prompt_tokens=len(tokens), max_new_tokens=self.context_tokens - len(tokens)
+        if self.engine is None or self.prefix is None:
+            self.engine = self.options.cache(self.llm).engine(
+                rows=1,
+                max_prompt_tokens=len(tokens),
+                max_new_tokens=self.context_tokens - len(tokens),
+                max_prefill_steps=1,
+                stream_interval=1,
             )
-            self.state = self.generator.init_state(self.options.seed, self.options.sampling)
-        assert self.generator is not None
-        line = progress.ProgressLine(self.options.quiet)
-        try:
-            self.state = progress.prefill(self.generator, self.state, [tokens], line, stop)
-        except InterruptedError:
-            self.messages.pop()
-            self.state = None  # its buffers were donated; the next turn reads the conversation again
-            return
-        self._cached_tokens += tokens
-        yield from self._generate(text, max_new_tokens, stop)
-
-    def _generate(self, text: str, max_new_tokens: int, stop: threading.Event | None) -> Iterator[str]:
-        """Generates an answer.
-
-        Yields:
-            Parts of the answer.
-        """
-        assert self.generator is not None and self.state is not None
-        streamer, parts, new_tokens = Streamer(self.llm.tokenizer, self._cached_tokens), [], []
-        for new_state, block in self.generator.decode(self.state, max_new_tokens, 1):
-            self.state = new_state
-            new_tokens += block[0].tolist()
-            parts.append("".join(map(streamer.push, block[0].tolist())))
-            yield parts[-1]
-            if stop is not None and stop.is_set():
-                self.state = compact_layers(self.state)  # as after the last token of an answer
-                break
-        parts.append(streamer.flush())
-        yield parts[-1]
-        kvjax.raise_faults(self.state)
-        self.messages.append({"role": "assistant", "content": "".join(parts)})
-        # With the end-of-text token, which the template renders and the cache contains, too.
-        self._cached_text = text + self.llm.tokenizer.decode_continuation(
-            new_tokens, self._cached_tokens, skip_special_tokens=False
+        self.engine.add(
+            tokens,
+            self.prefix,
+            sampling=self.options.sampling,
+            max_new_tokens=max_new_tokens,
+            seed=seed_of_prompt(self.options.seed, len(self.messages)),
+            keep=True,
         )
-        self._cached_tokens += new_tokens
+        parts: list[str] = []
+        for output in progress.outputs(self.engine, progress.ProgressLine(self.options.quiet), stop):
+            if output.text:
+                parts.append(output.text)
+                yield output.text
+            if output.finish_reason is None:
+                continue
+            if output.finish_reason == "abort" and output.prefix is None:
+                return
+            self.messages = [*messages, {"role": "assistant", "content": "".join(parts)}]
+            self.prefix = output.prefix
+            if self.prefix is not None:
+                # With the end-of-text token, which the template renders and the cache contains, too.
+                new_tokens = self.prefix.tokens[len(before) + len(tokens) :]
+                self._text = text + self.llm.tokenizer.decode_continuation(
+                    new_tokens, [*before, *tokens], skip_special_tokens=False
+                )
 
 
 def _context_tokens(options: Chat, max_length: int) -> int:

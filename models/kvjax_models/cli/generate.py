@@ -3,11 +3,6 @@
     kvjax generate --model DIR --prompt_file FILE --policy auto --budget 25%
     kvjax generate --model DIR < FILE
 
-A long run can save its state and be resumed:
-
-    kvjax generate --model DIR --prompt_file FILE --save_dir RUN --save_every 256
-    kvjax generate --model DIR --prompt_file FILE --save_dir RUN --save_every 256 --resume
-
 A long text can be compressed once and asked many questions, in the model's chat template if it has one:
 
     kvjax generate --model DIR --prompt_file TEXT --save_document READ --policy auto --max_new_tokens 512
@@ -19,21 +14,13 @@ Many prompts are processed by continuous batching (`cli.many`):
 """
 
 import dataclasses
-import hashlib
 import sys
-from typing import Any
 
-import kvjax
 from kvjax.budget import format_bytes
 from kvjax_models.cli import many, progress
-from kvjax_models.cli.options import GenerationOptions, describe_sizes, read_text, repeatable
+from kvjax_models.cli.options import GenerationOptions, describe_prefix, describe_sizes, read_text, repeatable
 from kvjax_models.cli.output import write_output
 from kvjax_models.document import Document, check_empty
-from kvjax_models.fingerprint import tokenizer_fingerprint
-from kvjax_models.generation.answer_text import AnswerText, check_stop
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.saved_states import SavedStates
-from kvjax_models.generation.state import GenerationState
 from kvjax_models.language_model import LanguageModel
 from kvjax_models.prompts import warn_of_file_name
 from kvjax_models.stopwatch import Stopwatch
@@ -47,13 +34,11 @@ class Generate(GenerationOptions):
     prompt_file: list[str] = repeatable("FILE")  # File with the text, - for standard input; repeatable with --document.
     chat: bool = False  # Send the text as a user's message, in the model's chat template.
     streaming: bool = False  # Append the text to the cache in blocks; memory is independent of its length.
-    save_dir: str | None = None  # Directory in which the run saves its states.
-    save_every: int = 256  # Tokens between two saves, rounded up to entire blocks.
-    resume: bool = False  # Continue from the newest state in --save_dir, or from --output.
     save_document: str | None = None  # Save the compressed text; each question may take --max_new_tokens tokens.
     document: str | None = None  # Ask the compressed text in this directory of --save_document.
     prompts_file: str | None = None  # Many prompts instead, one JSON text or object per line; with --output.
     output: str | None = None  # File for the completions of --prompts_file, one JSON object per line.
+    resume: bool = False  # Continue an interrupted run from --output.
     batch_size: str = "8"  # Batch rows for --prompts_file (8), or bytes for their caches (2GiB).
     stop: list[str] = repeatable("TEXT")  # String that finishes a text and is not part of it; repeatable.
 
@@ -99,7 +84,7 @@ def _check_options(options: Generate) -> None:
     if options.prompts_file is not None or options.output is not None:
         if options.prompts_file is None or options.output is None:
             raise ValueError("--prompts_file and --output require each other")
-        others = ("save_dir", "save_document", "document", "streaming", "chat")
+        others = ("save_document", "document", "streaming", "chat")
         if conflicts := [name for name in others if getattr(options, name)] + ["prompt"] * bool(num_texts):
             raise ValueError(f"--prompts_file cannot be combined with --{conflicts[0]}")
         options.check()
@@ -110,17 +95,14 @@ def _check_options(options: Generate) -> None:
         )
     if num_texts > 1 and options.document is None:
         raise ValueError("several texts require --document")
-    if options.resume and options.save_dir is None:
-        raise ValueError("--resume requires --save_dir")
-    kinds = [name for name in ("save_dir", "save_document", "document") if getattr(options, name) is not None]
-    if len(kinds) > 1:
-        raise ValueError(f"--{kinds[0]} cannot be combined with --{kinds[1]}")
+    if options.resume:
+        raise ValueError("--resume requires --prompts_file")
+    if options.save_document is not None and options.document is not None:
+        raise ValueError("--save_document cannot be combined with --document")
     if options.chat and options.document is not None:
         raise ValueError("--chat has no effect on a saved document: it is asked as it was read")
     if options.template_options is not None and not options.chat and options.save_document is None:
         raise ValueError("--template_options requires --chat true, or messages in --prompts_file")
-    if options.save_every < 1:
-        raise ValueError(f"--save_every={options.save_every} must be at least 1")
     options.check()
 
 
@@ -136,9 +118,7 @@ def _save_document(options: Generate, llm: LanguageModel, text: str, directory: 
         streaming=options.streaming,
     )
     document.save(directory)
-    options.write_summary(
-        f"{document.num_tokens} tokens read and saved", describe_sizes(document.sizes, document.describe_share())
-    )
+    options.write_summary(f"{document.num_tokens} tokens read and saved", describe_prefix(document.prefix))
 
 
 def _ask(options: Generate, document: Document, texts: list[str]) -> None:
@@ -150,7 +130,7 @@ def _ask(options: Generate, document: Document, texts: list[str]) -> None:
     defaults = Generate()
     for name in ("policy", "budget", "kv_dtype"):
         if getattr(options, name) != getattr(defaults, name):
-            raise ValueError(f"--{name} is that of the saved document, {document.cache}; remove the option")
+            raise ValueError(f"--{name} is that of the saved document, {document}; remove the option")
     answer = document.generate if document.messages is None else document.ask
     completions, usage = answer(
         texts,
@@ -165,88 +145,38 @@ def _ask(options: Generate, document: Document, texts: list[str]) -> None:
         write_output(f"== {name}\n{completion.text}\n")
     options.write_summary(
         f"{len(texts)} answers about a text of {document.num_tokens} tokens",
-        describe_sizes(document.sizes, document.describe_share()),
+        describe_prefix(document.prefix),
         f"{format_bytes(usage.cache_bytes)} for the questions and answers",
     )
 
 
 def _continue_text(options: Generate, llm: LanguageModel, text: str) -> None:
     """Continues a text."""
-    saves = None if options.save_dir is None else SavedStates(options.save_dir)
-    if saves is not None and not options.resume:
-        saves.lock(require_empty=True)
-    if options.chat:
-        prompt = llm.tokenizer.encode_chat([{"role": "user", "content": text}], True, options.chat_options)
-    else:
-        prompt = llm.encode(text)
-    generator = options.cache(llm).generator(
-        max_prompt_tokens=len(prompt), max_new_tokens=options.max_new_tokens, streaming=options.streaming
+    message = {"role": "user", "content": text}
+    prompt = llm.encode([message] if options.chat else text, options.chat_options if options.chat else None)
+    engine = options.cache(llm).engine(
+        rows=1,
+        max_prompt_tokens=len(prompt),
+        max_new_tokens=options.max_new_tokens,
+        streaming=options.streaming,
+        max_prefill_steps=1,
+        stream_interval=1,
     )
-    run = {
-        "prompt": hashlib.sha256(repr(prompt).encode()).hexdigest(),
-        "sampling": dataclasses.asdict(options.sampling),
-        "seed": options.seed,
-        "tokenizer": tokenizer_fingerprint(llm.tokenizer),
-    }
-    stopwatch = Stopwatch()
-    tokens: list[int] = []
-    if saves is not None and options.resume:
-        _, state, notes = saves.restore(generator, run)
-        saves.lock()
-        tokens = notes["tokens"]
-    else:
-        line = progress.ProgressLine(options.quiet)
-        state = progress.prefill(generator, generator.init_state(options.seed, options.sampling), [prompt], line)
-    state.logits.block_until_ready()
-    seconds = stopwatch.seconds
-    speed, state = _print_continuation(options, llm, generator, state, prompt, tokens, saves, run)
-    action = "restored" if saves is not None and options.resume else "read"
-    sizes = generator.cache_sizes(state)
+    engine.add(
+        prompt,
+        sampling=options.sampling,
+        stop=options.stop,
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
+    )
+    watch, new_tokens = Stopwatch(), 0
+    for output in progress.outputs(engine, progress.ProgressLine(options.quiet)):
+        write_output(output.text)
+        new_tokens += len(output.tokens)
+    write_output("\n")
+    usage = engine.usage(new_tokens, watch)
     options.write_summary(
-        f"{len(prompt)} tokens {action} in {seconds:.2f} s, {speed}, {stopwatch.compile_seconds:.1f} s of compilation",
-        describe_sizes(sizes, generator.describe_share(sizes)),
+        f"{len(prompt)} tokens read in {usage.prefill_seconds:.2f} s, {new_tokens} generated at "
+        f"{usage.tokens_per_second:.1f} tokens/s, {usage.compile_seconds:.1f} s of compilation",
+        describe_sizes(engine.cache_sizes, engine.generator.describe_share(engine.cache_sizes)),
     )
-
-
-def _print_continuation(
-    options: Generate,
-    llm: LanguageModel,
-    generator: Generator,
-    state: GenerationState,
-    prompt: list[int],
-    tokens: list[int],
-    saves: SavedStates | None,
-    run: dict[str, Any],
-) -> tuple[str, GenerationState]:
-    """Prints and saves a continuation from the given new tokens on; returns a description of its speed."""
-    stopwatch = Stopwatch()
-    answer = AnswerText(llm.tokenizer, prompt, check_stop(options.stop))
-    answer.push(tokens)
-    write_output(answer.take(is_finished=False))
-    num_restored = num_saved = len(tokens)
-    line = progress.ProgressLine(options.quiet)
-    line.show("compiling a decode step ...")
-    # States are saved when they are settled, at the end of a block.
-    interval = None if saves else 1
-    max_tokens = options.max_new_tokens - num_restored
-    # A restored text may have ended at a stop string.
-    blocks = generator.decode(state, max_tokens, interval, compact_last=saves is not None)
-    for new_state, block in () if answer.is_stopped else blocks:
-        state = new_state
-        if len(tokens) == num_restored:
-            line.show("")
-        tokens += block[0].tolist()
-        answer.push(block[0].tolist())
-        write_output(answer.take(is_finished=False))
-        is_last = len(tokens) == options.max_new_tokens or bool(state.done.all())
-        if saves is not None and (is_last or len(tokens) - num_saved >= options.save_every):
-            saves.save(len(tokens), generator, state, run, {"tokens": tokens})
-            num_saved = len(tokens)
-        if answer.is_stopped:
-            break
-    answer.finish()
-    write_output(answer.take(is_finished=True) + "\n")
-    seconds = max(stopwatch.seconds, 1e-6)
-    kvjax.raise_faults(state)
-    num_new = max(len(answer.tokens) - num_restored, 0)  # without tokens after a stop string
-    return f"{num_new} generated at {num_new / seconds:.1f} tokens/s", state

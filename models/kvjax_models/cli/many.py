@@ -14,22 +14,22 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 from absl import logging
 from tqdm import tqdm
 
+import kvjax
 from kvjax.budget import format_bytes
 from kvjax_models import atomic_io, devices
 from kvjax_models.cli.options import GenerationOptions, read_text
 from kvjax_models.cli.progress import is_terminal
 from kvjax_models.engine import seed_of_prompt
-from kvjax_models.fingerprint import tokenizer_fingerprint
+from kvjax_models.fingerprint import describe_model, tokenizer_fingerprint
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import Sampling
-from kvjax_models.generation.saved_states import describe_generator
 from kvjax_models.generation.state import check_seed
 from kvjax_models.language_model import LanguageModel
 from kvjax_models.saves import describe_difference
-from kvjax_models.usage import completions
 
 FORMAT = 4  # of OUT.jsonl.run.json
 _KEYS = {"prompt", "messages", "max_new_tokens", "seed", "id"}
@@ -89,7 +89,7 @@ def complete_file(
             numbers[request] = number
     is_quiet = options.quiet or not is_terminal() or not devices.is_first_process()
     with tqdm(total=len(lines), initial=len(output.rows), unit="prompt", disable=is_quiet) as progress:
-        for completion in completions(engine, numbers):
+        for completion in engine.completions(numbers):
             line = lines[completion.number]
             row = {"number": completion.number} | ({} if line.id is None else {"id": line.id})
             row |= {"text": completion.text, "finish_reason": completion.finish_reason}
@@ -226,13 +226,25 @@ def _parse_line(options: GenerationOptions, llm: LanguageModel, line: Any, numbe
     return PromptLine(tokens, max_new_tokens, int(check_seed(seed)), values.get("id"))
 
 
+def _describe_generator(generator: Generator) -> dict[str, Any]:
+    """Returns everything about a generator that its tokens depend on, as JSON, with the decisive values first."""
+    state = jax.tree_util.tree_leaves_with_path(jax.eval_shape(generator.init_state))
+    names = ("batch", "max_prompt_tokens", "max_new_tokens", "streaming")
+    return {
+        "model": describe_model(generator.model),
+        "sizes": {name: getattr(generator, name) for name in names},
+        "policy": [kvjax.describe(policy) for policy in generator.policies],
+        "arrays": {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in state},
+    }
+
+
 def _manifest(
     llm: LanguageModel, generator: Generator, sampling: Sampling, lines: Sequence[PromptLine], stop: Sequence[str]
 ) -> dict[str, Any]:
     """Returns all values that determine the completions; the number of batch rows does not."""
     return {
         "format": FORMAT,
-        **describe_generator(generator.with_batch(1)),
+        **_describe_generator(generator.with_batch(1)),
         "tokenizer": tokenizer_fingerprint(llm.tokenizer),
         "sampling": dataclasses.asdict(sampling),
         "stop": list(stop),

@@ -23,6 +23,7 @@ from kvjax_models.generation.auto_policy import DEFAULT_BUDGET
 from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.state import check_seed
 from kvjax_models.model.quantized import WeightDtype
+from kvjax_models.prefix import Prefix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,3 +240,9 @@ def describe_sizes(sizes: Mapping[str, int], share: str) -> str:
         f"cache {format_bytes(sizes['cache_bytes'])} on the device, {share}, "
         f"{format_bytes(sizes['host_bytes'])} on the host; {format_bytes(sizes['read_bytes'])} read per token"
     )
+
+
+def describe_prefix(prefix: Prefix) -> str:
+    """Describes the bytes of a compressed text, as a part of a summary."""
+    names = ("cache_bytes", "host_bytes", "read_bytes")
+    return describe_sizes({name: getattr(prefix, name) for name in names}, prefix.describe_share())

@@ -2,11 +2,10 @@
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from kvjax_models.devices import is_first_process
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.state import GenerationState
+from kvjax_models.engine import Engine, Output
 
 
 def is_terminal() -> bool:
@@ -32,37 +31,29 @@ class ProgressLine:
             sys.stderr.flush()
 
 
-def prefill(
-    generator: Generator,
-    state: GenerationState,
-    prompts: Sequence[Sequence[int]],
-    line: ProgressLine,
-    stop: threading.Event | None = None,
-) -> GenerationState:
-    """Processes prompts like `Generator.prefill` and shows the progress.
+def outputs(engine: Engine, line: ProgressLine, stop: threading.Event | None = None) -> Iterator[Output]:
+    """Runs an engine with one request, and shows the progress of its prefill.
 
     Args:
-        generator: the generator.
-        state: state before the prompts; its buffers are donated.
-        prompts: token ids of each row.
+        engine: an engine whose steps are single steps of prefill.
         line: the progress line; empty afterwards.
-        stop: an event that ends the processing after a step.
+        stop: an event that aborts the request after a step.
 
-    Returns:
-        The state after the prompts.
+    Yields:
+        Outputs of the request.
 
     Raises:
-        InterruptedError: if `stop` was set; the state is lost.
+        ValueError: if the request failed, after its text.
     """
-    tokens = f"{sum(map(len, prompts)):,} tokens"
-    line.show(f"compiling, then reading {tokens} ...")
-    for number, result in enumerate(generator.prefill_steps(state, prompts), 1):
-        line.show(f"reading {tokens}: step {number} ...")
+    line.show("compiling, then reading the prompt ...")
+    steps = 0
+    while engine.has_unfinished:
         if stop is not None and stop.is_set():
-            line.show("")
-            raise InterruptedError("reading the prompt was interrupted")
-        new_state = result
-    assert new_state is not None
-    new_state.logits.block_until_ready()
-    line.show("")
-    return new_state
+            engine.abort_all()
+        results = engine.step()
+        steps += 1
+        line.show("" if results else f"reading the prompt: step {steps} ...")
+        yield from results
+        for output in results:
+            if output.error is not None:
+                raise ValueError(output.error)

@@ -23,13 +23,13 @@ from kvjax_models import compile_cache
 from kvjax_models.generation import decode as decode_lib
 from kvjax_models.generation import prefill as prefill_lib
 from kvjax_models.generation import state as state_lib
-from kvjax_models.generation.decode import SplitModel, Texts, append_block, decode_block, score_block, split_model
+from kvjax_models.generation.decode import SplitModel, Texts, append_block, score_block, split_model
 from kvjax_models.generation.prefill import PrefilledLayer
 from kvjax_models.generation.prefill_together import prefill_for, prefill_together
-from kvjax_models.generation.rows import extend_rows, pad_prompts, trim_rows
+from kvjax_models.generation.rows import pad_prompts, trim_rows
 from kvjax_models.generation.sampling import GREEDY, Sampling
 from kvjax_models.generation.sequence_parallel import chunk_size
-from kvjax_models.generation.state import GenerationState, check_faults, check_finite, commit_to_device, compact_layers
+from kvjax_models.generation.state import GenerationState, check_faults, commit_to_device, compact_layers
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
 from kvjax_models.sharding import mesh_of, replicate
@@ -362,76 +362,6 @@ class Generator:
         )
         return state, trim_rows(log_probs, lengths), trim_rows(is_greedy, lengths)
 
-    def decode(
-        self,
-        state: GenerationState,
-        max_tokens: int,
-        stream_interval: int | None = None,
-        *,
-        compact_last: bool = True,
-        texts: Texts = None,
-    ) -> Iterator[tuple[GenerationState, np.ndarray]]:
-        """Generates up to `max_tokens` tokens per row, block by block.
-
-        End-of-text tokens are yielded and appended to the cache like all others. Generation ends early when all
-        sequences are finished.
-
-        Args:
-            state: state after a prompt; its buffers are donated.
-            max_tokens: maximum number of new tokens per row.
-            stream_interval: number of tokens after which an unfinished block is yielded, too. The tokens are the same,
-                but states are settled only at the end of a block.
-            compact_last: whether to compact the tokens of the last block. False saves time, often that of compiling
-                the compaction, if the last state is not used any more.
-            texts: as for `prefill`.
-
-        Yields:
-            The state and the new tokens, int32 [B, n], with `NO_TOKEN` after the end of a sequence. Only the newest
-            state may be used.
-
-        Raises:
-            ValueError: if a number is not an integer or too small, or the caches have no capacity for the tokens.
-        """
-        max_tokens = check_integer("max_tokens", max_tokens, minimum=0)
-        if stream_interval is not None:
-            stream_interval = check_integer("stream_interval", stream_interval, minimum=1)
-        self.check_capacity(np.asarray(state.positions), np.where(np.asarray(state.done), 0, max_tokens))
-        state = commit_to_device(state, self.mesh)
-        total = in_block = 0
-        while total < max_tokens and not np.asarray(state.done).all():
-            steps = min(stream_interval or self.block_size, self.block_size - in_block, max_tokens - total)
-            state, sampled = decode_block(self.split_model, self.mesh, self.eos, self.block_size, state, steps, texts)
-            total, in_block = total + steps, in_block + steps
-            check_finite(state)
-            is_last = total == max_tokens or bool(np.asarray(state.done).all())
-            if is_last and not compact_last:
-                check_faults(state, self.mesh)
-            elif is_last or in_block == self.block_size:
-                state, in_block = compact_layers(state), 0
-                check_faults(state, self.mesh)
-            yield state, np.asarray(sampled.token)
-
-    def decode_all(
-        self, state: GenerationState, max_tokens: int, *, compact_last: bool = True, texts: Texts = None
-    ) -> tuple[list[list[int]], GenerationState]:
-        """Generates like `decode` to the end.
-
-        Args:
-            state: state after a prompt; its buffers are donated.
-            max_tokens: maximum number of new tokens per row.
-            compact_last: as for `decode`.
-            texts: as for `prefill`.
-
-        Returns:
-            The new tokens of each row, including an end-of-text token, and the state after them.
-        """
-        rows: list[list[int]] = [[] for _ in range(self.batch)]
-        for new_state, tokens in self.decode(state, max_tokens, compact_last=compact_last, texts=texts):
-            state = new_state
-            extend_rows(rows, tokens)
-        kvjax.raise_faults(state)
-        return rows, state
-
     def padding_multiple(self, longest: int) -> int:
         """Returns what exact prefill pads prompts to a multiple of, given the length of the longest one."""
         return chunk_size(self.model, self.mesh, self.batch, longest, self.prefill_chunk)
@@ -509,41 +439,6 @@ def _held_tokens(policy: Policy, tokens: int) -> float:
         inner = getattr(policy, "policy", None)
         return tokens if policy.is_retrieval or inner is None else _held_tokens(inner, tokens)
     return min(policy.budget, tokens)
-
-
-def generate(
-    model: Llama,
-    policy: Policy | Sequence[Policy],
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    seed: int = 0,
-    sampling: Sampling = GREEDY,
-    **options: Any,
-) -> tuple[list[list[int]], GenerationState]:
-    """Continues prompts with a new `Generator`, whose compiled programs prompts of similar length share.
-
-    Args:
-        model: the decoder.
-        policy: cache policy of all layers, or one per layer.
-        prompts: token ids of each row.
-        max_new_tokens: maximum number of new tokens per row.
-        seed: seed of sampling and of the policy's randomness.
-        sampling: parameters of sampling; greedy by default.
-        **options: further arguments of `Generator`.
-
-    Returns:
-        The new tokens of each row, including an end-of-text token, and the state after them.
-    """
-    generator = Generator(
-        model,
-        policy,
-        batch=len(prompts),
-        max_prompt_tokens=compile_cache.length_bucket(max(map(len, prompts), default=0))[-1],
-        max_new_tokens=max_new_tokens,
-        **options,
-    )
-    return generator.decode_all(generator.prefill(generator.init_state(seed, sampling), prompts), max_new_tokens)
 
 
 _PROGRAMS = (*state_lib.PROGRAMS, *decode_lib.PROGRAMS, *prefill_lib.PROGRAMS)

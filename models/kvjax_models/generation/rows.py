@@ -4,8 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvjax_models.generation.decode import NO_TOKEN
-
 
 def pad_prompts(
     prompts: Sequence[Sequence[int]], batch: int, multiple: int, vocab_size: int
@@ -50,14 +48,3 @@ def trim_rows(rows: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
         lengths: lengths of the rows.
     """
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]
-
-
-def extend_rows(rows: list[list[int]], tokens: np.ndarray) -> None:
-    """Appends a block of `Generator.decode` to each row's tokens.
-
-    Args:
-        rows: tokens of each row.
-        tokens: the block.
-    """
-    for row, new in zip(rows, tokens, strict=True):
-        row.extend(int(token) for token in new if token != NO_TOKEN)

@@ -8,9 +8,8 @@ from typing import Any
 
 import msgspec
 
-from kvjax_models.engine import Output, TokenLogprobs
+from kvjax_models.engine import Completion, Output, TokenLogprobs
 from kvjax_models.formats.tokenizer import Tokenizer
-from kvjax_models.usage import Completion
 
 _MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have; as in OpenAI's interface
 

@@ -19,7 +19,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from kvjax_models.document import Document
-from kvjax_models.engine import Output
+from kvjax_models.engine import Collector, Output
 from kvjax_models.generation.answer_text import check_stop
 from kvjax_models.server import schema
 from kvjax_models.server.answers import Format, TokenBytes, event
@@ -30,7 +30,6 @@ from kvjax_models.server.log import RequestLog, add_details, report
 from kvjax_models.server.metrics import Metrics
 from kvjax_models.server.responses import EventStream, error_response, json_response, unless_disconnected
 from kvjax_models.server.worker import Job, Worker, unavailable
-from kvjax_models.usage import Collector
 
 _PAGE = pathlib.Path(__file__).with_name("page.html")
 _BODY_SECONDS = 60  # to receive a body
@@ -226,7 +225,7 @@ class _Handlers:
         assert worker.cache is not None
         llm, text = schema.with_special(worker.cache, body.parse_special).llm, document
         if document is not None:
-            text = dataclasses.replace(document, cache=schema.with_special(document.cache, body.parse_special))
+            text = dataclasses.replace(document, tokenizer=llm.tokenizer)
         prompts = body.prompts(llm, text)
         if not isinstance(body, schema.ChatRequest) or not worker.settings.conversations:
             return prompts, None

@@ -1,6 +1,7 @@
 """The caches of the latest answers, from which further turns of their conversations continue."""
 
 import collections
+import dataclasses
 import hashlib
 import itertools
 import weakref
@@ -9,9 +10,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-import kvjax
 from kvjax_models.document import Document
-from kvjax_models.engine import Turn
+from kvjax_models.prefix import Prefix
 
 
 def digests(scope: str, messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
@@ -37,64 +37,64 @@ class _Key(NamedTuple):
 
 
 class Conversations:
-    """Finished turns by their messages; those used least recently are dropped first.
+    """Finished conversations by their messages; those used least recently are dropped first.
 
     Attributes:
-        held_bytes: bytes of all turns.
+        held_bytes: bytes of all conversations.
     """
 
     def __init__(self, limit: int, max_bytes: Callable[[], float]) -> None:
         """Creates an empty collection.
 
         Args:
-            limit: maximum number of turns.
+            limit: maximum number of conversations.
             max_bytes: returns the maximum of their bytes.
         """
         self._limit, self._max_bytes, self.held_bytes = limit, max_bytes, 0
-        self._turns: collections.OrderedDict[_Key, tuple[Turn, int]] = collections.OrderedDict()  # oldest use first
+        self._prefixes: collections.OrderedDict[_Key, Prefix] = collections.OrderedDict()  # oldest use first
 
     def __len__(self) -> int:
-        """Returns the number of turns."""
-        return len(self._turns)
+        """Returns the number of conversations."""
+        return len(self._prefixes)
 
-    def find(self, document: Document | None, conversation: Sequence[bytes], prompt: Sequence[int]) -> Turn | None:
-        """Returns the longest turn that a prompt continues.
+    def find(self, document: Document | None, conversation: Sequence[bytes], prompt: Sequence[int]) -> Prefix | None:
+        """Returns the longest conversation that a prompt continues.
 
         Args:
             document: the document that the prompt follows.
             conversation: the digests of the messages.
-            prompt: the tokens of the messages; it must begin with the tokens of the turn.
+            prompt: the tokens of the messages; it must begin with the tokens of the conversation.
         """
         for digest in conversation[-2:0:-1]:
-            if (item := self._turns.get(key := _key(document, digest))) is None:
+            if (prefix := self._prefixes.get(key := _key(document, digest))) is None:
                 continue
-            turn = item[0]
-            if len(prompt) > len(turn.tokens) and tuple(prompt[: len(turn.tokens)]) == turn.tokens:
-                self._turns.move_to_end(key)
-                return turn
+            if len(prompt) > len(prefix.tokens) and tuple(prompt[: len(prefix.tokens)]) == prefix.tokens:
+                self._prefixes.move_to_end(key)
+                return prefix if document is None else dataclasses.replace(prefix, after=document.prefix)
         return None
 
-    def add(self, document: Document | None, digest: bytes, turn: Turn) -> None:
-        """Holds a turn.
+    def add(self, document: Document | None, digest: bytes, prefix: Prefix) -> None:
+        """Holds a conversation.
 
         Args:
             document: the document that it follows.
             digest: the digest of its messages, with the answer.
-            turn: the turn.
+            prefix: its tokens with their caches.
         """
-        size = kvjax.cache_bytes((turn.state.layers, turn.state.recurrent))
         self._remove(key := _key(document, digest))
-        self._turns[key] = turn, size.device + size.host
-        self.held_bytes += size.device + size.host
+        # Without the document, which may be deleted meanwhile.
+        self._prefixes[key] = dataclasses.replace(prefix, after=None)
+        self.held_bytes += prefix.held_bytes
         self.trim()
 
     def trim(self) -> None:
-        """Drops turns beyond the limits."""
-        while self._turns and (len(self) > self._limit or self.held_bytes > self._max_bytes()):
-            self._remove(next(iter(self._turns)))
+        """Drops conversations beyond the limits."""
+        while self._prefixes and (len(self) > self._limit or self.held_bytes > self._max_bytes()):
+            self._remove(next(iter(self._prefixes)))
 
     def _remove(self, key: _Key) -> None:
-        self.held_bytes -= self._turns.pop(key, (None, 0))[1]
+        if (prefix := self._prefixes.pop(key, None)) is not None:
+            self.held_bytes -= prefix.held_bytes
 
 
 def _key(document: Document | None, digest: bytes) -> _Key:

@@ -78,7 +78,7 @@ class Documents:
     @property
     def held_bytes(self) -> int:
         """Bytes of the documents in memory."""
-        return sum(one.cache_bytes + one.host_bytes for one in [*self._in_memory.values()])
+        return sum(one.prefix.held_bytes for one in [*self._in_memory.values()])
 
     def get(self, name: str) -> Document:
         """Returns a document, which is read from the directory if it is not in memory.
@@ -117,7 +117,7 @@ class Documents:
             "object": "document",
             "tokens": document.num_tokens,
             "max_new_tokens": document.max_new_tokens,
-            "bytes": document.cache_bytes + document.host_bytes,
+            "bytes": document.prefix.held_bytes,
             "full_cache_bytes": document.full_cache_bytes,
         }
 
@@ -175,7 +175,7 @@ class Documents:
             if documents is None:
                 yield None
                 continue
-            document = dataclasses.replace(documents[0], cache=self._cache)
+            document = dataclasses.replace(documents[0], tokenizer=self._cache.llm.tokenizer)
             self._check_bytes(document)
             if path is not None:
                 self._save(document, path)
@@ -217,7 +217,7 @@ class Documents:
 
     def _check_bytes(self, document: Document) -> None:
         """Checks that a document fits, if the others stay or can be read again."""
-        limit, needed = self._settings.cache_bytes, document.cache_bytes + document.host_bytes
+        limit, needed = self._settings.cache_bytes, document.prefix.held_bytes
         held = self.held_bytes if self._directory is None else 0
         if limit is not None and held + needed > limit:
             raise RequestError(

@@ -22,9 +22,10 @@ from kvjax.budget import format_bytes
 from kvjax.registry import PolicyChoice
 from kvjax_models.cache import CachedModel
 from kvjax_models.document import Document
-from kvjax_models.engine import Engine, Output, Turn, seed_of_prompt
+from kvjax_models.engine import Engine, Output, seed_of_prompt
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import Sampling
+from kvjax_models.prefix import Prefix
 from kvjax_models.server.conversations import Conversations, extend_digest
 from kvjax_models.server.documents import Documents
 from kvjax_models.server.errors import RequestError
@@ -77,7 +78,8 @@ class Job:
         max_new_tokens: maximum number of new tokens of each; None for the server's.
         seed: seed of the first sequence.
         conversation: digests of the messages of a chat that continues earlier turns; None for other requests.
-        num_reused: tokens of the turn that the sequences continue.
+        num_reused: tokens of the conversation that the sequences continue.
+        texts: text of every sequence up to now.
         outputs: outputs, whose number is the index of the sequence, or an exception that ends the job.
     """
 
@@ -89,6 +91,7 @@ class Job:
     seed: int
     conversation: list[bytes] | None = None
     num_reused: int = 0
+    texts: dict[int, str] = dataclasses.field(default_factory=lambda: collections.defaultdict(str))
     outputs: asyncio.Queue[Output | Exception] = dataclasses.field(default_factory=asyncio.Queue)
     loop: asyncio.AbstractEventLoop = dataclasses.field(default_factory=asyncio.get_running_loop)
 
@@ -109,13 +112,14 @@ class _Lane:
         """Adds all sequences of a job, or none if one is invalid."""
         numbers: list[int] = []
         first: dict[tuple[int, ...], int] = {}  # sequence by prompt
-        turn = self._find_turn(job, default_limit)
-        job.num_reused = 0 if turn is None else len(turn.tokens)
+        prefix = self._find_prefix(job, default_limit)
+        job.num_reused = 0 if prefix is None else len(prefix.tokens)
         try:
             for index, prompt in enumerate(job.prompts):
+                suffix = prompt[job.num_reused :]
                 limit = job.max_new_tokens
                 if limit is None:  # what capacity and context leave; if that is nothing, the engine raises an error
-                    before, capacity = 0, default_limit - _num_later(prompt, turn)
+                    before, capacity = 0, default_limit - _num_later(prompt, prefix)
                     if job.document is not None:
                         before, capacity = job.document.num_tokens, job.document.max_new_tokens - len(prompt)
                     context = self.engine.generator.config.max_length - before - len(prompt)
@@ -124,25 +128,25 @@ class _Lane:
                 options: Any = {"sampling": job.sampling, "stop": job.stop, "max_new_tokens": limit, "seed": seed}
                 # The `n` answers to one prompt share its prefill.
                 options |= {"prompt_seed": seed_of_prompt(job.seed, first.setdefault(tuple(prompt), index))}
-                options |= {"turn": turn, "keep": job.conversation is not None}
-                numbers.append(self.engine.add(prompt, job.document, **options))
+                options |= {"keep": job.conversation is not None}
+                numbers.append(self.engine.add(suffix, job.document if prefix is None else prefix, **options))
         except BaseException:
             for number in numbers:
                 self.engine.abort(number)
             raise
         self.jobs |= {number: (job, index) for index, number in enumerate(numbers)}
 
-    def _find_turn(self, job: Job, default_limit: int) -> Turn | None:
-        """Returns the turn that a job continues, if its row has capacity for the answer."""
+    def _find_prefix(self, job: Job, default_limit: int) -> Prefix | None:
+        """Returns the conversation that a job continues, if its row has capacity for the answer."""
         if job.conversation is None:
             return None
-        turn = self._conversations.find(job.document, job.conversation, job.prompts[0])
-        if turn is not None and job.document is None:
+        prefix = self._conversations.find(job.document, job.conversation, job.prompts[0])
+        if prefix is not None and job.document is None:
             # Without a limit, a short answer is not worth the time that a continued row saves.
             needed = max(default_limit // 2, 1) if job.max_new_tokens is None else job.max_new_tokens
-            if _num_later(job.prompts[0], turn) + needed > default_limit:
+            if _num_later(job.prompts[0], prefix) + needed > default_limit:
                 return None
-        return turn
+        return prefix
 
     def abort(self, job: Job, error: Exception | None = None) -> None:
         """Ends all sequences of a job, with an error after the text that was held back."""
@@ -160,9 +164,10 @@ class _Lane:
             if output.number not in self.jobs:  # of a job that was ended
                 continue
             job, index = self.jobs[output.number]
-            if output.turn is not None and job.conversation is not None:
-                answer = {"role": "assistant", "content": output.turn.text}
-                self._conversations.add(job.document, extend_digest(job.conversation[-1], answer), output.turn)
+            job.texts[index] += output.text
+            if output.prefix is not None and job.conversation is not None:
+                answer = {"role": "assistant", "content": job.texts[index]}
+                self._conversations.add(job.document, extend_digest(job.conversation[-1], answer), output.prefix)
             if output.finish_reason is not None:
                 del self.jobs[output.number]
             if output.error is not None:
@@ -171,7 +176,7 @@ class _Lane:
                     job.send(Output(index, output.text, [], None))
                 self.abort(job, RequestError(output.error, 500))
             else:
-                job.send(output._replace(number=index, turn=None))  # the handler must not keep the turn
+                job.send(output._replace(number=index, prefix=None))  # which the handler must not keep
 
     def fail(self, error: Exception) -> None:
         """Ends all jobs with an error, without the engine, which may have failed."""
@@ -186,9 +191,9 @@ class _Lane:
             job.send(Output(index, text, [], None))
 
 
-def _num_later(prompt: Sequence[int], turn: Turn | None) -> int:
-    """Returns how many tokens of a prompt come after the first prompt of the turn that it continues."""
-    return 0 if turn is None else len(prompt) - turn.num_first
+def _num_later(prompt: Sequence[int], prefix: Prefix | None) -> int:
+    """Returns how many tokens of a prompt come after the first prompt of the conversation that it continues."""
+    return 0 if prefix is None else len(prompt) - prefix.num_first
 
 
 class Worker:
@@ -295,7 +300,7 @@ class Worker:
         Args:
             document: the document of a request; None for a plain prompt.
         """
-        generator = self._generator if document is None else document.generator
+        generator = self._generator if document is None else document.prefix.generator
         assert generator is not None
         stored = jnp.dtype(generator.model.embedding.param_dtype).name
         return isinstance(generator.policy, kvjax.Exact) and generator.kv_dtype in (None, stored)

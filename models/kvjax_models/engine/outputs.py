@@ -1,14 +1,51 @@
-"""Completions, and the tokens, the time and the bytes that they took."""
+"""Outputs of an engine, completions, and the tokens, the time and the bytes that they took."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
-from kvjax_models.engine import Engine, FinishReason, Output, TokenLogprobs
-from kvjax_models.stopwatch import Stopwatch
+from kvjax_models.prefix import Prefix
 
-if TYPE_CHECKING:
-    from kvjax_models.document import Document
+FinishReason = Literal["stop", "length", "error", "abort"]
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of one new token, before penalties and temperature.
+
+    Attributes:
+        token: the token.
+        logprob: its natural log-probability.
+        top: the most likely tokens and their log-probabilities, as many as `Sampling.logprobs`.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Output(NamedTuple):
+    """The new tokens of a request after a step.
+
+    Attributes:
+        number: number of the request.
+        text: new text; characters at its end that may be the start of a stop string come later. The last output of
+            a request has all that were held back, also if it failed or was aborted.
+        tokens: new tokens, including an end-of-text token and the tokens of a stop string.
+        finish_reason: "stop" for an end-of-text token or a stop string, "length" for the maximum number of tokens,
+            "error" for an invalid request, "abort" after `Engine.abort`; None if the request is not finished.
+        logprobs: one item per new token, if the request asked for them.
+        error: message of a failed request.
+        prefix: all tokens of the sequence with their cache, if the request asked for them (`keep`), the sequence has
+            ended without a fault and did not end at a stop string.
+    """
+
+    number: int
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason | None
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+    prefix: Prefix | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +72,16 @@ class Usage:
     """The tokens, the time and the bytes of a generation, over all its sequences.
 
     Attributes:
-        prompt_tokens: tokens of the prompts, without those of a document.
+        prompt_tokens: tokens of the prompts, without those of a prefix.
         new_tokens: new tokens, end-of-text tokens included.
         prefill_seconds: seconds until the first new token could be sampled, without compilation.
         decode_seconds: seconds of all decode steps, without compilation.
         compile_seconds: seconds of tracing and compilation.
         cache_bytes: bytes of the rows' caches on the device.
         host_bytes: bytes of the rows' caches in host memory.
-        read_bytes: bytes that one decode step reads, of all rows and of the document.
-        full_cache_bytes: bytes of full bfloat16 caches of the same capacity, of all rows and of the document.
-        document_bytes: bytes of the document's entries, on the device and in host memory; 0 without a document.
+        read_bytes: bytes that one decode step reads, of all rows and of shared prefixes.
+        full_cache_bytes: bytes of full bfloat16 caches of the same capacity, of all rows and of shared prefixes.
+        document_bytes: bytes of shared prefixes (documents), on the device and in host memory.
         is_short: whether a budget's share was less than the smallest cache of the policy, so that the caches hold more.
     """
 
@@ -64,25 +101,6 @@ class Usage:
     def tokens_per_second(self) -> float:
         """New tokens per second of decoding."""
         return self.new_tokens / self.decode_seconds if self.decode_seconds else 0.0
-
-
-def completions(engine: Engine, numbers: Mapping[int, int] | None = None) -> Iterator[Completion]:
-    """Runs an engine until its requests are finished, which may be added meanwhile.
-
-    Args:
-        engine: an engine with requests.
-        numbers: numbers of the prompts by request; by default those of the requests.
-
-    Yields:
-        Completions as they finish.
-
-    Raises:
-        ValueError: if a request failed, with the number of its prompt.
-    """
-    collector = Collector(numbers)
-    for output in engine.run():
-        if (completion := collector.add(output)) is not None:
-            yield completion
 
 
 class Collector:
@@ -125,41 +143,3 @@ class Collector:
             finish_reason=output.finish_reason,
             logprobs=tuple(item for one in outputs for item in one.logprobs or ()) if has_logprobs else None,
         )
-
-
-def collect(engine: Engine, prompt_tokens: int, document: "Document | None" = None) -> tuple[list[Completion], Usage]:
-    """Runs an engine until its requests are finished.
-
-    Args:
-        engine: an engine with requests.
-        prompt_tokens: tokens of all prompts.
-        document: the document that the requests continue.
-
-    Returns:
-        The completions in the order of the requests, and what they took.
-
-    Raises:
-        ValueError: if a request failed.
-    """
-    watch = Stopwatch()
-    finished = sorted(completions(engine), key=lambda one: one.number)
-    return finished, Usage(
-        prompt_tokens=prompt_tokens,
-        new_tokens=sum(len(one.tokens) for one in finished),
-        prefill_seconds=engine.prefill_seconds,
-        decode_seconds=engine.decode_seconds,
-        compile_seconds=watch.compile_seconds,
-        **_sizes(engine, document),
-        is_short=(engine if document is None else document).generator.is_short,
-    )
-
-
-def _sizes(engine: Engine, document: "Document | None") -> dict[str, int]:
-    """Returns the fields of `Usage` that are bytes."""
-    sizes = engine.cache_sizes
-    if document is None:
-        return sizes
-    read_bytes = sizes["read_bytes"] + document.read_bytes
-    full_bytes = sizes["full_cache_bytes"] + document.full_cache_bytes
-    held = document.cache_bytes + document.host_bytes
-    return sizes | {"read_bytes": read_bytes, "full_cache_bytes": full_bytes, "document_bytes": held}
