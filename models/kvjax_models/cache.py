@@ -36,7 +36,7 @@ from kvjax_models.generation.prefill_together import prefill_together
 from kvjax_models.generation.sampling import Sampling, SamplingOptions
 from kvjax_models.generation.state import cache_specs
 from kvjax_models.keywords import suggest_keywords
-from kvjax_models.prefix import Prefix, open_notes
+from kvjax_models.prefix import Prefix, open_save
 from kvjax_models.profile import Profile
 from kvjax_models.prompts import (
     Message,
@@ -591,7 +591,8 @@ class CachedModel:
 
 def open_document(llm: "LanguageModel", directory: str | os.PathLike) -> Document:
     """Restores a document from `Document.save`; see `LanguageModel.open`."""
-    saves, step, notes = open_notes(directory, manifest(llm.model, llm.tokenizer))
+    save = open_save(directory, manifest(llm.model, llm.tokenizer))
+    notes = save.notes
     policies = [policy_of(description) for description in notes["policies"]]
     needs_scorer = any(policy.requires.predicted_scores for policy in policies)
     generator = Generator(
@@ -608,7 +609,7 @@ def open_document(llm: "LanguageModel", directory: str | os.PathLike) -> Documen
         context_tokens=notes["context_tokens"],
         is_short=notes["is_short"],
     )
-    prefix = Prefix(generator, tuple(notes["tokens"]), generator.init_state()).freeze().restore(saves, step)
+    prefix = Prefix(generator, tuple(notes["tokens"]), generator.init_state()).freeze().restore(save)
     options = {name: _as_tuple(value) for name, value in notes["cache"].items()}
     if isinstance(options["policy"], dict):
         options["policy"] = policy_of(options["policy"])

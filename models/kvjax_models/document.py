@@ -39,7 +39,7 @@ from kvjax_models.prompts import (
     render_context,
     render_question,
 )
-from kvjax_models.saves import Saves
+from kvjax_models.saves import Save
 
 
 class AskOptions(AnswerOptions, total=False):
@@ -437,4 +437,4 @@ def check_empty(directory: str | os.PathLike) -> None:
         ValueError: if it has a save.
         OSError: if it cannot be written.
     """
-    Saves(directory, is_document=True).lock(require_empty=True)
+    Save(directory).lock()

@@ -24,7 +24,7 @@ from kvjax.messages import shorten
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import GREEDY, Sampling, row_sampling
 from kvjax_models.generation.state import GenerationState
-from kvjax_models.saves import Saves, describe_difference
+from kvjax_models.saves import Save, describe_difference
 from kvjax_models.sharding import replicate
 
 
@@ -166,8 +166,8 @@ class Prefix:
             ValueError: if the directory has a save.
             OSError: if it cannot be written.
         """
-        saves = Saves(directory, is_document=True)
-        saves.lock(require_empty=True)
+        save = Save(directory)
+        save.lock()
         distinct, generator = list(dict.fromkeys(self.generator.policies)), self.generator
         sizes = {
             "policies": [kvjax.describe(policy) for policy in distinct],
@@ -179,16 +179,11 @@ class Prefix:
             "is_short": generator.is_short,
             "tokens": self.tokens,
         }
-        saves.save(0, self._arrays(), manifest, {**notes, **sizes})
+        save.write(self._arrays(), manifest, {**notes, **sizes})
 
-    def restore(self, saves: Saves, step: int) -> "Prefix":
-        """Returns a frozen prefix with the arrays of a save.
-
-        Args:
-            saves: the saves.
-            step: number of the save.
-        """
-        arrays = saves.restore(step, self._arrays())
+    def restore(self, save: Save) -> "Prefix":
+        """Returns a frozen prefix with the arrays of a save."""
+        arrays = save.restore(self._arrays())
         layers, logits, recurrent = arrays["texts"], arrays["logits"], arrays["recurrent"]
         state = dataclasses.replace(self.state, layers=layers, logits=logits, recurrent=recurrent)
         return dataclasses.replace(self, state=state)
@@ -198,25 +193,25 @@ class Prefix:
         return {"texts": self.entries, "logits": self.state.logits, "recurrent": self.state.recurrent}
 
 
-def open_notes(directory: str | os.PathLike, manifest: Mapping[str, Any]) -> tuple[Saves, int, dict[str, Any]]:
-    """Finds the newest intact save of a prefix.
+def open_save(directory: str | os.PathLike, manifest: Mapping[str, Any]) -> Save:
+    """Opens the save of a prefix.
 
     Args:
         directory: directory of the save.
         manifest: values that must be equal.
 
     Returns:
-        The saves, the number of the save, and its notes.
+        The save.
 
     Raises:
         FileNotFoundError: if the directory has no save.
         ValueError: if the save is damaged, or its manifest differs, with the first difference.
     """
-    saves = Saves(directory, is_document=True)
-    step = saves.newest()
-    if difference := describe_difference(manifest, saves.manifest(step)):
-        raise ValueError(f"the document in {saves.directory} belongs to another model: {difference}")
-    return saves, step, saves.notes(step)
+    save = Save(directory)
+    save.check()
+    if difference := describe_difference(manifest, save.manifest):
+        raise ValueError(f"the document in {save.directory} belongs to another model: {difference}")
+    return save
 
 
 def check_frozen(prefix: Prefix, expected: Generator, suffixes: Generator) -> None:

@@ -1,13 +1,13 @@
-"""Saves of arrays in a directory, of which the newest ones are kept.
+"""A save of arrays in a directory.
 
-    DIRECTORY/STEP/arrays          arrays as orbax writes them; all processes of a run, each its shards
-                  /manifest        values that must be equal when the arrays are used again, as JSON
-                  /notes           further values, as JSON
-                  /digests.json    the step and the SHA-256 of every file
+    DIRECTORY/0/arrays           arrays as orbax writes them; all processes of a run, each its shards
+               /manifest         values that must be equal when the arrays are used again, as JSON
+               /notes            further values, as JSON
+               /digests.json     the SHA-256 of every file
 
-orbax's manager commits a save by renaming its directory and removes the oldest ones; the digests follow. Reading
-compares every file with its digest and falls back to the newest intact save, so an interrupted save does not affect the
-previous ones. Only one process, or one run of several processes, may write at a time.
+orbax's manager commits a save by renaming its directory; the digests follow. A directory without digests is a save that
+was interrupted, which the next one replaces. Reading compares every file with its digest. Only one process, or one run
+of several processes, may write at a time.
 """
 
 import json
@@ -22,136 +22,100 @@ import filelock
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from absl import logging
-from jax.experimental import multihost_utils
 from jaxtyping import Array
 
 from kvjax.distributed.memory import is_on_host
 from kvjax.messages import shorten
-from kvjax.spec import check_integer
 from kvjax_models import atomic_io
 
 DIGESTS = "digests.json"
+_STEP = 0  # of orbax's manager
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
-class Saves:
-    """The saves in a directory."""
+class Save:
+    """The save of a document in a directory."""
 
-    def __init__(self, directory: str | os.PathLike, keep: int = 2, *, is_document: bool = False) -> None:
-        """Opens a directory.
-
-        Args:
-            directory: created when something is saved.
-            keep: number of saves to keep.
-            is_document: whether a document is saved, and not the states of a run; for messages.
-        """
-        self.directory, self._keep = pathlib.Path(directory).absolute(), keep
-        self._is_document = is_document
+    def __init__(self, directory: str | os.PathLike) -> None:
+        """Opens a directory, which is created when something is saved."""
+        self.directory = pathlib.Path(directory).absolute()
+        self._path = self.directory / str(_STEP)
         self._lock: filelock.BaseFileLock | None = None
 
-    def lock(self, *, require_empty: bool = False) -> None:
+    def lock(self) -> None:
         """Acquires the right to write, until this object is deleted or the process ends.
 
-        If another process has the lock, or the directory is not writable, an OSError is raised.
-
-        Args:
-            require_empty: whether to refuse a directory with saves by a ValueError.
+        Raises:
+            ValueError: if the directory has a save.
+            OSError: if another process has the lock, or the directory is not writable.
         """
 
         def lock_and_check() -> None:
             self._lock = self._lock or atomic_io.lock_directory(self.directory)
-            if require_empty and (steps := self.steps()):
-                if self._is_document:
-                    raise ValueError(
-                        f"{self.directory} already has a saved document; open it (`llm.open`, --document) or use "
-                        "another directory"
-                    )
+            if (self._path / DIGESTS).exists():
                 raise ValueError(
-                    f"{self.directory} already has saves of step {', '.join(map(str, steps))}; resume from them or use "
-                    "another directory"
+                    f"{self.directory} already has a saved document; open it (`llm.open`, --document) or use another "
+                    "directory"
                 )
 
         atomic_io.run_on_first_process(lock_and_check)
 
-    def save(self, step: int, tree: Any, manifest: Any, notes: Any) -> None:
-        """Writes a save. Damaged saves that are not older are renamed first.
-
-        A step that is not newer than all intact saves, or is not an integer from 0, raises a ValueError.
+    def write(self, tree: Any, manifest: Any, notes: Any) -> None:
+        """Writes the save.
 
         Args:
-            step: number of the save.
             tree: pytree of arrays, which may be sharded.
             manifest: values that must be equal when the arrays are used again, as JSON.
             notes: further values, as JSON; numbers and arrays of NumPy are written as numbers and lists.
 
         Raises:
-            OSError: if the save cannot be written; the previous saves are unchanged.
+            ValueError: if the directory has a save.
+            OSError: if it cannot be written.
         """
-        step = check_integer("step", step, minimum=0)
         items = {"arrays": ocp.args.StandardSave(_named_arrays(tree))}
         items |= {"manifest": ocp.args.JsonSave(to_json(manifest)), "notes": ocp.args.JsonSave(to_json(notes))}
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._keep, enable_async_checkpointing=False, cleanup_tmp_directories=True
-        )
+        options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False, cleanup_tmp_directories=True)
         self.lock()
-        atomic_io.run_on_first_process(lambda: self._make_way(step))
+        atomic_io.run_on_first_process(self._remove_incomplete)
         try:
             with ocp.CheckpointManager(self.directory, options=options) as manager:
-                manager.save(step, args=ocp.args.Composite(**items))
-            atomic_io.run_on_first_process(lambda: self._write_digests(step))
+                manager.save(_STEP, args=ocp.args.Composite(**items))
+            atomic_io.run_on_first_process(self._write_digests)
         except Exception as error:  # tensorstore raises ValueError, RuntimeError and its own errors
-            for partial in (*self.directory.glob(f"{step}.orbax*"), self.directory / str(step)):
-                if not (partial / DIGESTS).exists():
-                    shutil.rmtree(partial, ignore_errors=True)
+            self._remove_incomplete()
             reason = str(error).strip().partition("\n")[0]
-            raise OSError(f"step {step} could not be saved to {self.directory}: {reason}") from error
+            raise OSError(f"the document could not be saved to {self.directory}: {reason}") from error
 
-    def steps(self) -> list[int]:
-        """Returns the numbers of all saves in ascending order, intact or not."""
-        if not self.directory.is_dir():
-            return []
-        return sorted(int(path.name) for path in self.directory.iterdir() if path.name.isdecimal())
-
-    def newest(self) -> int:
-        """Returns the newest intact save; logs a warning if newer ones are damaged.
+    def check(self) -> None:
+        """Checks that the save is complete and intact.
 
         Raises:
-            FileNotFoundError: if the directory has no saves.
-            ValueError: if all saves are damaged, with the damage of each.
+            FileNotFoundError: if the directory has no save.
+            ValueError: if the save is damaged.
         """
-        newest = np.asarray(-1)
 
-        def find() -> None:
-            nonlocal newest
-            problems: list[str] = []
-            for step in reversed(self.steps()):
-                if (problem := self._find_damage(step)) is None:
-                    for damage in problems:
-                        logging.warning("%s; falling back to the save of step %d", damage, step)
-                    newest = np.asarray(step)
-                    return
-                problems.append(f"{self.directory / str(step)}: {problem}")
-            if problems:
-                raise ValueError(f"all saves are damaged: {'; '.join(problems)}")
-            raise FileNotFoundError(f"{self.directory} has no saved {'document' if self._is_document else 'states'}")
+        def find_damage() -> None:
+            if not self._path.is_dir():
+                raise FileNotFoundError(f"{self.directory} has no saved document")
+            if (problem := self._find_damage()) is not None:
+                raise ValueError(f"the document in {self.directory} is damaged: {problem}")
 
-        atomic_io.run_on_first_process(find)
-        return int(multihost_utils.broadcast_one_to_all(newest)) if jax.distributed.is_initialized() else int(newest)
+        atomic_io.run_on_first_process(find_damage)
 
-    def manifest(self, step: int) -> Any:
-        """Returns the manifest of a save."""
-        return self._read_json(step, "manifest")
+    @property
+    def manifest(self) -> Any:
+        """The manifest."""
+        return self._read_json("manifest")
 
-    def notes(self, step: int) -> Any:
-        """Returns the notes of a save."""
-        return self._read_json(step, "notes")
+    @property
+    def notes(self) -> Any:
+        """The notes."""
+        return self._read_json("notes")
 
-    def restore(self, step: int, like: Any) -> Any:
-        """Reads the arrays of a save.
+    def restore(self, like: Any) -> Any:
+        """Reads the arrays.
 
         Args:
-            step: number of the save.
             like: pytree of arrays with the shapes, dtypes, shardings and memory spaces of the result.
 
         Returns:
@@ -162,48 +126,32 @@ class Saves:
             for name, leaf in _named_arrays(like).items()
         }
         with ocp.StandardCheckpointer() as checkpointer:
-            arrays = checkpointer.restore(self.directory / str(step) / "arrays", abstract)
+            arrays = checkpointer.restore(self._path / "arrays", abstract)
         return jax.tree_util.tree_map_with_path(lambda path, leaf: _like(arrays.get(_name(path)), leaf), like)
 
-    def _read_json(self, step: int, name: str) -> Any:
-        return json.loads((self.directory / str(step) / name / "metadata").read_text(encoding="utf-8"))
+    def _read_json(self, name: str) -> Any:
+        return json.loads((self._path / name / "metadata").read_text(encoding="utf-8"))
 
-    def _make_way(self, step: int) -> None:
-        """Renames damaged saves from a step on, which a run that fell back to an older save reaches again.
+    def _remove_incomplete(self) -> None:
+        """Removes what an interrupted save left."""
+        for path in (self._path, *self.directory.glob(f"{_STEP}.orbax*")):
+            if not (path / DIGESTS).exists():
+                shutil.rmtree(path, ignore_errors=True)
 
-        Raises:
-            ValueError: if an intact save is not older than the step.
-        """
-        for other in self.steps():
-            if other < step:
-                continue
-            if (problem := self._find_damage(other)) is None:
-                raise ValueError(
-                    f"step {step} is not newer than the save of step {other} in {self.directory}; resume from that "
-                    "save or use another directory"
-                )
-            logging.warning("renaming damaged save %s: %s", self.directory / str(other), problem)
-            damaged = self.directory / f"damaged-{other}"
-            shutil.rmtree(damaged, ignore_errors=True)
-            (self.directory / str(other)).rename(damaged)
+    def _write_digests(self) -> None:
+        """Writes the digests of the save's files into it."""
+        digests = {"step": _STEP, "sha256": _digests(self._path)}
+        atomic_io.write_text(self._path / DIGESTS, json.dumps(digests) + "\n")
 
-    def _write_digests(self, step: int) -> None:
-        """Writes the digests of a save's files into it."""
-        directory = self.directory / str(step)
-        atomic_io.write_text(directory / DIGESTS, json.dumps({"step": step, "sha256": _digests(directory)}) + "\n")
-
-    def _find_damage(self, step: int) -> str | None:
-        """Returns a description of a save's damage; None if it is intact."""
-        directory = self.directory / str(step)
+    def _find_damage(self) -> str | None:
+        """Returns a description of the damage; None if the save is intact."""
         try:
-            saved = json.loads((directory / DIGESTS).read_text(encoding="utf-8"))
-            expected, actual = dict(saved["sha256"]), _digests(directory)
+            saved = json.loads((self._path / DIGESTS).read_text(encoding="utf-8"))
+            expected, actual = dict(saved["sha256"]), _digests(self._path)
         except FileNotFoundError:
             return f"{DIGESTS} is missing"
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             return f"{DIGESTS} or another file cannot be read: {shorten(str(error))}"
-        if saved["step"] != step:
-            return f"the directory was renamed: it holds the save of step {saved['step']}"
         names = sorted({*expected, *actual})
         return next((f"{name} is damaged" for name in names if expected.get(name) != actual.get(name)), None)
 

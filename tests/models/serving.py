@@ -12,7 +12,8 @@ import pytest
 import uvicorn
 
 from kvjax_models.server.app import Access, make_app
-from kvjax_models.server.worker import Settings, Worker
+from kvjax_models.server.settings import Settings
+from kvjax_models.server.worker import Worker
 from tests.models.support import start_python
 
 MODEL = "tiny"

@@ -30,7 +30,7 @@ from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.state import state_shardings
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
-from kvjax_models.saves import Saves
+from kvjax_models.saves import Save
 from kvjax_models.sharding import mesh_of, parameter_shardings, shard_model
 from tests.kvjax import support
 from tests.models import tiny
@@ -122,14 +122,14 @@ from tests.models.loops import decode, decode_all
 RESUME = """
 mesh = tests.make_mesh(data=2, tensor=4)
 generator = tests.Generator(tests.shard_model(tests.make_model(), mesh), tests.POLICIES["exact"], **tests.SIZES)
-saved = tests.Saves(sys.argv[3])
+saved = tests.Save(sys.argv[3])
 if sys.argv[4] == "killed":
     for state, _ in decode(generator, generator.prefill(generator.init_state(3), tests.PROMPTS), 12):
-        saved.save(4, state, {}, {})
+        saved.write(state, {}, {})
         os.kill(os.getpid(), signal.SIGKILL)
-step = saved.newest()
-state = saved.restore(step, generator.init_state())
-print(json.dumps([tokens.tolist() for _, tokens in decode(generator, state, 12 - step)]))
+saved.check()
+state = saved.restore(generator.init_state())
+print(json.dumps([tokens.tolist() for _, tokens in decode(generator, state, 8)]))
 """
 
 GENERATE_WITH_EVERY_POLICY = """
@@ -246,9 +246,9 @@ def test_a_state_saved_on_one_mesh_continues_on_another(tmp_path):
     blocks = []
     for state, tokens in decode(first, first.prefill(first.init_state(3), PROMPTS), 12):
         if not blocks:
-            Saves(tmp_path).save(4, state, {}, {})
+            Save(tmp_path).write(state, {}, {})
         blocks.append(tokens)
-    restored = Saves(tmp_path).restore(4, second.init_state())
+    restored = Save(tmp_path).restore(second.init_state())
     assert_sharded(restored, meshes[1])
     continued = [tokens for _, tokens in decode(second, restored, 8)]
     np.testing.assert_array_equal(np.concatenate(continued, axis=1), np.concatenate(blocks[1:], axis=1))

@@ -15,7 +15,7 @@ from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill import prefill_layers
 from kvjax_models.generation.repetition import make_repetitions
 from kvjax_models.model.gated_delta import GatedDeltaSizes
-from kvjax_models.saves import Saves
+from kvjax_models.saves import Save
 from tests.models import tiny
 from tests.models.loops import decode_all
 from tests.models.support import GOLDEN, compile_counts
@@ -214,8 +214,8 @@ def test_bytes_count_recurrent_states(llm):
 def test_saved_state_continues(llm, expected, tmp_path):
     generator = make_generator(llm)
     rows, state = generate(generator, count=5)
-    Saves(tmp_path).save(5, state, {}, {})
-    restored = Saves(tmp_path).restore(5, generator.init_state())
+    Save(tmp_path).write(state, {}, {})
+    restored = Save(tmp_path).restore(generator.init_state())
     more, _ = decode_all(generator, restored, NEW - 5)
     assert [row + new for row, new in zip(rows, more, strict=True)] == expected
 

@@ -13,7 +13,7 @@ from kvjax_models.generation.generator import Generator
 from kvjax_models.model.gated_delta import GatedDeltaSizes
 from kvjax_models.model.llama import Llama
 from kvjax_models.model.short_convolution import ShortConvolutionSizes
-from kvjax_models.saves import Saves
+from kvjax_models.saves import Save
 from kvjax_models.sharding import shard_model
 from tests.models import tiny
 from tests.models.loops import decode
@@ -60,9 +60,9 @@ def test_a_state_saved_on_one_mesh_continues_on_another(tmp_path):
     blocks = []
     for state, tokens in decode(first, first.prefill(first.init_state(3), PROMPTS), 12):
         if not blocks:
-            Saves(tmp_path).save(4, state, {}, {})
+            Save(tmp_path).write(state, {}, {})
         blocks.append(tokens)
-    restored = Saves(tmp_path).restore(4, second.init_state())
+    restored = Save(tmp_path).restore(second.init_state())
     assert_sharded(restored, meshes[1])
     continued = [tokens for _, tokens in decode(second, restored, 8)]
     np.testing.assert_array_equal(np.concatenate(continued, axis=1), np.concatenate(blocks[1:], axis=1))

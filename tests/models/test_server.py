@@ -23,7 +23,8 @@ from kvjax_models.server import app, documents, schema
 from kvjax_models.server.answers import Format
 from kvjax_models.server.app import _PAGE
 from kvjax_models.server.documents import Documents
-from kvjax_models.server.worker import Settings, Worker, _Lane
+from kvjax_models.server.settings import Settings
+from kvjax_models.server.worker import Worker, _Lane
 from tests.models import chain, tiny
 from tests.models.serving import MODEL, Server, answers, run_command, wait_until
 from tests.models.support import damage_bytes

@@ -10,7 +10,7 @@ import pytest
 from kvjax_models.server.conversations import Conversations
 from kvjax_models.server.documents import Documents
 from kvjax_models.server.errors import RequestError
-from kvjax_models.server.worker import Settings
+from kvjax_models.server.settings import Settings
 from tests.models import tiny
 from tests.models.serving import Server, run_command, wait_until
 from tests.models.support import damage_bytes

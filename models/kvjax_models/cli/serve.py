@@ -61,7 +61,8 @@ class Serve(ModelOptions):
 
         from kvjax_models.server.app import STOP_SECONDS, Access, make_app
         from kvjax_models.server.log import logger
-        from kvjax_models.server.worker import Settings, Worker
+        from kvjax_models.server.settings import Settings
+        from kvjax_models.server.worker import Worker
 
         settings = Settings(
             rows=self.rows,

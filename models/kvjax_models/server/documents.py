@@ -15,7 +15,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import filelock
 import numpy as np
@@ -29,9 +29,7 @@ from kvjax_models.server.conversations import Conversations
 from kvjax_models.server.errors import RequestError
 from kvjax_models.server.log import logger
 from kvjax_models.server.schema import with_special
-
-if TYPE_CHECKING:
-    from kvjax_models.server.worker import Settings
+from kvjax_models.server.settings import Settings
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _PARTIAL = ".partial-"  # start of the names of directories that are not complete, or being deleted
@@ -40,7 +38,7 @@ _PARTIAL = ".partial-"  # start of the names of directories that are not complet
 class Documents:
     """Documents by id."""
 
-    def __init__(self, cache: CachedModel, settings: "Settings", conversations: Conversations) -> None:
+    def __init__(self, cache: CachedModel, settings: Settings, conversations: Conversations) -> None:
         """Opens the directory of documents.
 
         Args:
