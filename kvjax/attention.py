@@ -209,7 +209,7 @@ def _attend_groups(
     quantized_values = [i for i, x in enumerate(values) if isinstance(x, QuantizedArray)]
     numerators = _map_heads(rotate_back, quantized_values, [one.numerator for one in sums])
     sums = [one._replace(numerator=numerator) for one, numerator in zip(sums, numerators, strict=True)]
-    offsets = {i: keys[i].offset for i in quantized if keys[i].offset is not None}
+    offsets = {i: x.offset for i, x in enumerate(keys) if isinstance(x, QuantizedArray) and x.offset is not None}
     shifts = _map_heads(softmax.shift_of_logits, list(offsets), rows, offsets)
     return [softmax.shift_logits(one, shifts[i]) if i in offsets else one for i, one in enumerate(sums)]
 
