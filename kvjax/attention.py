@@ -7,7 +7,7 @@ merge by rescaling (`kvjax.partials.merge`).
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -199,12 +199,39 @@ def _attend_groups(
     """Attends to every group of segments in one op; the partial softmaxes are [B, H_kv, R, ...]."""
     rows = [_kernel_queries(queries, group[0], kv_heads) for group in groups]
     entries = [[_entries(segment, logit_cap) for segment in group] for group in groups]
-    parts = [
-        (rotate(own).astype(own.dtype) if isinstance(stores[0].keys, QuantizedArray) else own, *stores)
-        for own, stores in zip(rows, entries, strict=True)
-    ]
-    sums = weighted_decode_many(parts, logits=logits)
-    return [_unrotate(one, own, stores[0]) for one, own, stores in zip(sums, rows, entries, strict=True)]
+    # Groups of quantized segments have one segment.
+    keys, values = [stores[0].keys for stores in entries], [stores[0].values for stores in entries]
+    quantized = [i for i, x in enumerate(keys) if isinstance(x, QuantizedArray)]
+    kernel_rows = _map_heads(lambda x: rotate(x).astype(x.dtype), quantized, rows)
+    sums = weighted_decode_many(
+        [(own, *stores) for own, stores in zip(kernel_rows, entries, strict=True)], logits=logits
+    )
+    quantized_values = [i for i, x in enumerate(values) if isinstance(x, QuantizedArray)]
+    numerators = _map_heads(rotate_back, quantized_values, [one.numerator for one in sums])
+    sums = [one._replace(numerator=numerator) for one, numerator in zip(sums, numerators, strict=True)]
+    offsets = {i: x.offset for i, x in enumerate(keys) if isinstance(x, QuantizedArray) and x.offset is not None}
+    shifts = _map_heads(softmax.shift_of_logits, list(offsets), rows, offsets)
+    return [softmax.shift_logits(one, shifts[i]) if i in offsets else one for i, one in enumerate(sums)]
+
+
+def _map_heads(function: Callable[..., Array], selected: Sequence[int], *arrays: Any) -> list[Any]:
+    """Applies a function of arrays [B, H, ...] to some of them at once: each operation is a kernel launch on a GPU.
+
+    Args:
+        function: treats every head alike.
+        selected: indices of the arrays that it is applied to.
+        *arrays: its arguments, each a sequence or a mapping by index.
+
+    Returns:
+        The first sequence with the results in place of the selected arrays.
+    """
+    mapped = list(arrays[0])
+    if selected:
+        result = function(*(jnp.concatenate([of[i] for i in selected], axis=1) for of in arrays))
+        ends = np.cumsum([mapped[i].shape[1] for i in selected])
+        for i, part in zip(selected, jnp.split(result, ends[:-1], axis=1), strict=True):
+            mapped[i] = part
+    return mapped
 
 
 def _entries(segment: Segment, logit_cap: float | None) -> Entries:
@@ -215,15 +242,6 @@ def _entries(segment: Segment, logit_cap: float | None) -> Entries:
     return Entries(
         keys, segment.values, segment.log_num, segment.log_den, segment.start, segment.stop, logit_cap=logit_cap
     )
-
-
-def _unrotate(sums: Partials, rows: Float[Array, "B H R D"], entries: Entries) -> Partials:
-    """Returns sums over quantized entries in the model's basis, with the logits of the mean key added."""
-    if isinstance(entries.values, QuantizedArray):
-        sums = sums._replace(numerator=rotate_back(sums.numerator))
-    if isinstance(entries.keys, QuantizedArray) and entries.keys.offset is not None:
-        sums = softmax.shift_logits(sums, rows, entries.keys.offset)
-    return sums
 
 
 def _kernel_queries(queries: Float[Array, "B T H_q D"], segment: Segment, kv_heads: int) -> Float[Array, "B H_kv R D"]:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.distributed.collectives import global_slots, is_sequence_sharded, local_slot
 from kvjax.distributed.memory import compute_where_stored, is_on_host
-from kvjax.partials import Partials, by_token, group_queries, merge_over_sequence, shift_logits
+from kvjax.partials import Partials, by_token, group_queries, merge_over_sequence, shift_logits, shift_of_logits
 from kvjax.quantization import (
     FORMATS,
     QuantizedArray,
@@ -253,7 +253,7 @@ def attend_blocks(
         sums = weighted_decode(kernel_rows, entries)
     if store.offset is not None:
         offset = jnp.repeat(store.offset, heads // store.offset.shape[1], axis=1)
-        sums = shift_logits(sums._replace(numerator=rotate_back(sums.numerator)), rows, offset)
+        sums = shift_logits(sums._replace(numerator=rotate_back(sums.numerator)), shift_of_logits(rows, offset))
     return merge_over_sequence(by_token(sums, tokens=1))
 
 

@@ -88,19 +88,30 @@ def group_queries(queries: Float[Array, "B T H_q D"], kv_heads: int) -> Float[Ar
     return grouped.swapaxes(1, 2).reshape(batch, kv_heads, -1, head_dim)
 
 
-def shift_logits(partials: Partials, rows: Float[Array, "B H R D"], offset: Float[Array, "B H D"]) -> Partials:
-    """Adds the product of each query with a vector to all its logits.
+def shift_of_logits(rows: Float[Array, "B H R D"], offset: Float[Array, "B H D"]) -> Float[Array, "B H R"]:
+    """Returns what a vector that is added to all keys adds to the logits of each query.
 
     Args:
-        partials: a partial softmax by KV head, [B, H, R, ...].
         rows: the queries.
         offset: one vector per KV head, such as the mean key.
 
     Returns:
-        The partial softmax of keys plus the offset.
+        Products over sqrt(D), float32.
     """
     shift = jnp.einsum("bhrd,bhd->bhr", rows.astype(jnp.float32), offset, precision=jax.lax.Precision.HIGHEST)
-    shift = shift / math.sqrt(rows.shape[-1])
+    return shift / math.sqrt(rows.shape[-1])
+
+
+def shift_logits(partials: Partials, shift: Float[Array, "B H R"]) -> Partials:
+    """Adds a number to all logits of each query.
+
+    Args:
+        partials: a partial softmax by KV head, [B, H, R, ...].
+        shift: the numbers.
+
+    Returns:
+        The partial softmax with these logits.
+    """
     logits = None if partials.logits is None else partials.logits + shift[..., None]
     return partials._replace(max=partials.max + shift, logits=logits)
 

@@ -137,12 +137,12 @@ def append(
     # `dynamic_update_slice` would move a slice that does not fit over older tokens: write those back instead.
     start = jnp.where(fits, counters.offset, 0)
 
-    def write(buffer: Float[Array, "B H S D"], new: Float[Array, "B T H D"]) -> Float[Array, "B H S D"]:
+    def write(buffer: Shaped[Array, "B H S *D"], new: Shaped[Array, "B H T *D"]) -> Shaped[Array, "B H S *D"]:
         """Writes `new` into the staging `buffer` from slot `start` on; a buffer that is too full is unchanged."""
         old = jax.lax.dynamic_slice_in_dim(buffer, start, tokens, axis=2)
         # Zeros where a row has no token: a NaN there would survive a weight of zero.
-        new = jnp.where(real[:, None, :, None], new.swapaxes(1, 2).astype(buffer.dtype), 0)
-        return jax.lax.dynamic_update_slice(buffer, jnp.where(fits, new, old), (0, 0, start, 0))
+        new = jnp.where(jnp.expand_dims(real[:, None], range(3, new.ndim)), new.astype(buffer.dtype), 0)
+        return jax.lax.dynamic_update_slice_in_dim(buffer, jnp.where(fits, new, old), start, axis=2)
 
     old_present = jax.lax.dynamic_slice_in_dim(counters.present, start, tokens, axis=1)
     present = jax.lax.dynamic_update_slice(counters.present, jnp.where(fits, real, old_present), (0, start))
@@ -154,10 +154,9 @@ def append(
         count=counters.count + taken,
         overflow=jnp.minimum(counters.overflow + jnp.abs(lengths - taken), _MAX_COUNT),
     )
-    new_scores = staging.scores
-    if new_scores is not None and scores is not None:
-        new_scores = write(new_scores[..., None], scores.swapaxes(1, 2)[..., None])[..., 0]
-    return Staging(write(staging.keys, keys), write(staging.values, values), new_scores), counters
+    new_scores = staging.scores if staging.scores is None or scores is None else write(staging.scores, scores)
+    keys, values = write(staging.keys, keys.swapaxes(1, 2)), write(staging.values, values.swapaxes(1, 2))
+    return Staging(keys, values, new_scores), counters
 
 
 def appended_mask(counters: Counters, tokens: int) -> Bool[Array, "B T"]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -106,10 +107,11 @@ def _storage_format(queries: Float[Array, "B H R D"], entries: Entries) -> Any:
 
 
 class _Store(NamedTuple):
-    """What some of a launch's programs read."""
+    """What some of a launch's programs read; `first_head` counts the heads of the parts before."""
 
     queries: Float[Array, "B H R D"]
     entries: Entries
+    first_head: int = 0
 
     @property
     def weights(self) -> list[str]:
@@ -139,7 +141,12 @@ def _choose_form(stores: Sequence[_Store], interpret: Any) -> Form:
 
 def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_logits: bool) -> list[Partials]:
     """Returns the partials of parts that share a launch, with one program per split of every head of every store."""
-    stores = [_Store(queries, entries) for queries, *own_stores in parts for entries in own_stores]
+    first_heads = list(itertools.accumulate((queries.shape[1] for queries, *_ in parts), initial=0))
+    stores = [
+        _Store(queries, entries, first_head)
+        for first_head, (queries, *own_stores) in zip(first_heads, parts, strict=False)
+        for entries in own_stores
+    ]
     batch, _, count, head_dim = stores[0].queries.shape
     form = _choose_form(stores, interpret)
     scratch_of = functools.partial(_scratch, form, stores, with_logits)
@@ -153,17 +160,19 @@ def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_log
     # The programs of each store follow the programs of the store before.
     starts = list(itertools.accumulate(map(operator.mul, heads, splits), initial=0))
     ranges = [read_ranges(store.entries) for store in stores]
+    queries = form.query_input(jnp.concatenate([part_queries for part_queries, *_ in parts], axis=1))
     inputs = [_inputs(form, store, store_ranges) for store, store_ranges in zip(stores, ranges, strict=True)]
     outputs = form.output_shapes(batch, starts[-1])
     logits_out = [form.logits_shape(batch, *sizes) for sizes in zip(heads, blocks, strict=True) if with_logits]
 
     def weighted_decode(*refs, **scratch):
         next_ref = iter(refs)
+        shared_refs = {"queries": next(next_ref)}
         input_refs = [{name: next(next_ref) for name in arrays} for arrays in inputs]
-        output_refs = {name: next(next_ref) for name in outputs}
+        shared_refs |= {name: next(next_ref) for name in outputs}
         launch_program = lax.axis_index("programs")
         for index, (store, store_refs) in enumerate(zip(stores, input_refs, strict=True)):
-            store_refs |= output_refs | ({"logits": next(next_ref)} if with_logits else {})
+            store_refs |= shared_refs | ({"logits": next(next_ref)} if with_logits else {})
             program = functools.partial(
                 _program, form, store, store_refs, scratch, launch_program, launch_program - starts[index],
                 splits[index], stages,
@@ -176,26 +185,23 @@ def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_log
 
     slots = sum(count * store.entries.slots for count, store in zip(heads, stores, strict=True))
     results = hopper.launch(
-        weighted_decode, [x for arrays in inputs for x in arrays.values()], [*outputs.values(), *logits_out],
+        weighted_decode, [queries, *(x for arrays in inputs for x in arrays.values())],
+        [*outputs.values(), *logits_out],
         scratch_of(stages), grid={"programs": starts[-1], "batch": batch}, interpret=interpret,
         flops=2 * batch * count * slots * head_dim * (1 + form.has_values),
         transcendentals=batch * count * slots, approx_math=True,
     )  # fmt: skip
     named = dict(zip(outputs, results, strict=False))
-    launch_partials = form.partials(named["max"], named["denominator"], named.get("numerator"))
-    store_partials = []
-    for index, store in enumerate(stores):
-        programs_of_store, by_split = slice(*starts[index : index + 2]), (batch, heads[index], splits[index])
-        partials = merge_splits(
-            jax.tree.map(
-                lambda x, at=programs_of_store, shape=by_split: x[:, at].reshape(*shape, *x.shape[2:]), launch_partials
-            )
-        )
-        if store.entries.values is None:  # its numerator was not written
-            partials = partials._replace(numerator=jnp.zeros_like(partials.numerator))
-        store_partials.append(partials)
-    next_partials = iter(store_partials)
-    merged = [merge_partials(*(next(next_partials) for _ in own_stores)) for _, *own_stores in parts]
+    if form.has_values and not all(is_written := [store.entries.values is not None for store in stores]):
+        program_is_written = np.repeat(is_written, np.diff(starts))[:, None, None]
+        named["numerator"] = jnp.where(program_is_written, named["numerator"], 0.0)
+    programs_of_heads: list[list[int]] = [[] for _ in range(first_heads[-1])]
+    for store, start, store_heads, per_head in zip(stores, starts, heads, splits, strict=False):
+        for head in range(store_heads):
+            first = start + head * per_head
+            programs_of_heads[store.first_head + head] += range(first, first + per_head)
+    partials = _merge_programs(form, named, programs_of_heads)
+    merged = [jax.tree.map(lambda x, own=slice(*own): x[:, own], partials) for own in itertools.pairwise(first_heads)]
     if not with_logits:
         return merged
 
@@ -211,10 +217,32 @@ def _launch(*parts: tuple[Any, ...], config: GpuConfig, interpret: Any, with_log
     ]
 
 
+def _merge_programs(form: Form, outputs: dict[str, Array], programs: Sequence[Sequence[int]]) -> Partials:
+    """Merges the partials of a launch's programs for all heads together: every operation of XLA is another launch.
+
+    Args:
+        form: How the programs multiplied.
+        outputs: The results of the programs, [B, P, ...], by name.
+        programs: The programs of each head.
+
+    Returns:
+        The partials of the heads.
+    """
+    most = max(map(len, programs))
+    table = np.array([[*one, *(-1,) * (most - len(one))] for one in programs])
+    if np.array_equal(table.ravel(), np.arange(table.size)):
+        splits = {name: x.reshape(x.shape[0], *table.shape, *x.shape[2:]) for name, x in outputs.items()}
+    else:
+        splits = {name: x[:, table] for name, x in outputs.items()}
+        # A head with fewer programs repeats one, without weight.
+        splits["max"] = jnp.where(table[..., None] >= 0, splits["max"], MASK_VALUE)
+    return merge_splits(form.partials(**splits))
+
+
 def _inputs(form: Form, store: _Store, ranges: Ranges) -> dict[str, Array]:
-    """Returns the arrays that a store's programs read."""
+    """Returns the arrays that a store's programs read, except for the queries."""
     batch, _, count, _ = store.queries.shape
-    arrays = {**form.query_inputs(store.queries), "lowest": ranges.lowest, "highest": ranges.highest}
+    arrays = {"lowest": ranges.lowest, "highest": ranges.highest}
     for name in store.names:
         array = store.entries.slot_arrays[name]
         # The copy engine needs rows of a multiple of 16 bytes, and heads in tiles of `SLOT_TILE` slots.
@@ -301,7 +329,7 @@ def _program(form: Form, store: _Store, refs, scratch, launch_program, program, 
                 source = refs[name].at[batch, head, slots] if name in PER_SLOT else refs[name].at[batch, rows]
                 plgpu.copy_gmem_to_smem(source, rings[name].at[stage], barrier.at[stage])
 
-    form.fetch_queries(refs["queries"].at[batch, head], scratch)
+    form.fetch_queries(refs["queries"].at[batch, store.first_head + head], scratch)
     for early in range(stages):
         fetch(jnp.int32(early))
     bounds = None

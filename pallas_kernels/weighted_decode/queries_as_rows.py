@@ -47,9 +47,9 @@ class QueriesAsRows:
         """The queries that are copied, a multiple of eight."""
         return -(-self.count // 8) * 8
 
-    def query_inputs(self, queries: Float[Array, "B H R D"]) -> dict[str, Array]:
-        """Returns the arrays of a store's queries."""
-        return {"queries": hopper.query_operands(queries, self.operands)}
+    def query_input(self, queries: Float[Array, "B H R D"]) -> Array:
+        """Returns the operands of the queries, as programs read them."""
+        return hopper.query_operands(queries, self.operands)
 
     def stored_dtype(self, dtype: Any) -> Any:
         """Returns the dtype as which the kernel reads keys or values of a dtype."""
@@ -63,8 +63,8 @@ class QueriesAsRows:
         """Returns the shape of the logits of a store of `blocks` blocks per head."""
         return jax.ShapeDtypeStruct((batch, heads, self.padded, blocks * self.slots), jnp.float32)
 
-    def partials(self, max: Array, denominator: Array, numerator: Array | None) -> Partials:
-        """Returns `max` and `denominator`, [B, programs, 64], and `numerator` as partials [B, programs, R, ...]."""
+    def partials(self, max: Array, denominator: Array, numerator: Array | None = None) -> Partials:
+        """Returns `max` and `denominator`, [..., 64], and `numerator`, [..., padded, D], as partials [..., R, ...]."""
         max, denominator = max[..., : self.count], denominator[..., : self.count]
         if numerator is None:
             return Partials(max, jnp.zeros((*max.shape, self.head_dim)), denominator)

@@ -107,9 +107,9 @@ class SlotsAsRows:
         """The most programs that share a multiprocessor; more queries take more registers."""
         return 3 if self.padded == 8 else 2
 
-    def query_inputs(self, queries: Float[Array, "B H R D"]) -> dict[str, Array]:
+    def query_input(self, queries: Float[Array, "B H R D"]) -> Array:
         """Returns the queries, which programs split into bytes."""
-        return {"queries": queries}
+        return queries
 
     def stored_dtype(self, _dtype: Any) -> Any:
         """Returns int8, of which packed codes are bit patterns."""
@@ -127,11 +127,11 @@ class SlotsAsRows:
         """Returns the shape of the logits of a store."""
         return jax.ShapeDtypeStruct((batch, heads, blocks * self.slots, self.padded), jnp.float32)
 
-    def partials(self, max: Array, denominator: Array, numerator: Array | None) -> Partials:
-        """Returns `max` and `denominator`, [B, programs, N], and `numerator`, [B, programs, D, N], as partials."""
+    def partials(self, max: Array, denominator: Array, numerator: Array | None = None) -> Partials:
+        """Returns `max` and `denominator`, [..., N], and `numerator`, [..., D, N], as partials [..., R, ...]."""
         shape = (*max.shape, self.head_dim)
-        numerator = jnp.zeros(shape) if numerator is None else numerator.swapaxes(2, 3)
-        return jax.tree.map(lambda x: x[:, :, : self.count], Partials(max, numerator, denominator))
+        numerator = jnp.zeros(shape) if numerator is None else numerator.swapaxes(-1, -2)
+        return Partials(max[..., : self.count], numerator[..., : self.count, :], denominator[..., : self.count])
 
     def logits(self, x: Array) -> Array:
         """Returns logits by query and slot."""

@@ -1,5 +1,6 @@
 """Attention over segments, options of a layer, and sliding windows, against float64 references."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -36,6 +37,7 @@ from tests.kvjax.support import (
     row_keys,
     softmax_attention,
 )
+from tests.pallas_kernels.helpers import equations
 
 KV_HEADS = 2
 SEGMENTS_ONLY = settings(max_examples=25, deadline=None)
@@ -141,6 +143,30 @@ def test_every_field_of_a_segment_has_its_documented_meaning(quantized, sums_of,
     expected = reference(query, rich, plain, **options)
     assert np.abs(expected - reference(query, plain, **options)).max() > 1e-2  # the segment matters
     np.testing.assert_allclose(attended(query, rich, plain, **options), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_quantized_segments_of_some_heads_are_rotated_together():
+    query, keys, values = random_arrays(5, group=2)
+    offset = np.random.default_rng(6).normal(size=(2, 1, 8)).astype(np.float32)
+    segments, plain = [], Segment(keys[:, :, :4], values[:, :, :4])
+    for head, slots in ((1, 12), (0, 5)):
+        own = np.s_[:, head : head + 1, :slots]
+        quantized = quantize(jnp.asarray(keys[own]), "int8", offset), quantize(jnp.asarray(values[own]), "int8")
+        segments.append(Segment(*quantized, kv_heads=jnp.array([head])))
+    traced = jax.jit(
+        lambda *segments: normalize(attend_segments(jnp.asarray(query), segments, kv_heads=KV_HEADS))
+    ).trace(plain, *segments)
+    expected = [
+        reference(query[:, :, 2 * head : 2 * head + 2], dataclasses.replace(segment, kv_heads=None), own_plain)
+        for head, segment in ((0, segments[1]), (1, segments[0]))
+        for own_plain in [Segment(keys[:, head : head + 1, :4], values[:, head : head + 1, :4])]
+    ]
+    actual = traced.lower().compile()(plain, *segments)
+    np.testing.assert_allclose(actual, np.concatenate(expected, axis=2), rtol=2e-5, atol=2e-5)
+    products = [
+        one.invars[1].aval.shape for one in equations(traced.jaxpr.jaxpr) if one.primitive.name == "dot_general"
+    ]
+    assert products.count((8, 8)) == 2  # of all queries, and of all outputs
 
 
 @pytest.mark.parametrize("how", ["range", "weights"])

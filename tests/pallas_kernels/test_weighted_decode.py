@@ -550,6 +550,8 @@ def test_parts_with_other_numbers_of_heads_share_a_gpu_launch(splits):
     config = GpuConfig(stages=2, splits=splits)
     traced = jax.jit(functools.partial(weighted_decode_many, config=config, **helpers.GPU)).trace(parts)
     assert count_gpu_launches(traced.jaxpr) == 1
+    # The splits of all heads are merged together.
+    assert [equation.primitive.name for equation in helpers.equations(traced.jaxpr.jaxpr)].count("reduce_max") == 1
     for actual, (queries, entries) in zip(traced.lower().compile()(parts), parts, strict=True):
         compare(actual, queries, entries, 2e-4)
 

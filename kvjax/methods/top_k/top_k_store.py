@@ -28,7 +28,7 @@ class TopKStore:
     keys: Float[Array, "B H_kv S D"] = kv_entries(written_once=True)
     values: Float[Array, "B H_kv S D_v"] = kv_entries(written_once=True)
     ranked: Int[Array, "B"]  # int32, tokens of the prompt
-    later: Int[Array, "B"]  # int32, tokens received after the prompt
+    received: Int[Array, "B"]  # int32, `ranked` and all tokens after the prompt, which may be more than there are slots
     slots: int = static()  # maximum number of tokens; the remaining ones of S stay empty
     log_weights: Float[Array, "B H_kv S"] | None = None  # in the dtype of the cache; None for 0
     scores: Float[Array, "B H_kv S"] | None = None  # bfloat16, -inf in empty slots; None if later tokens have none
@@ -53,7 +53,7 @@ def init_top_k_store(spec: CacheSpec, slots: int, *, weighted: bool = False, new
         keys=jnp.zeros((*shape, spec.head_dim), spec.dtype),
         values=jnp.zeros((*shape, spec.value_width), spec.dtype),
         ranked=jnp.zeros(spec.batch, jnp.int32),
-        later=jnp.zeros(spec.batch, jnp.int32),
+        received=jnp.zeros(spec.batch, jnp.int32),
         slots=slots,
         log_weights=jnp.zeros(shape, spec.dtype) if weighted else None,
         scores=None if newest is None else jnp.full(shape, -jnp.inf, jnp.bfloat16),
@@ -89,7 +89,8 @@ def fill(
         return slots.at[:, :, :count].set(jnp.take_along_axis(x, best[..., None], axis=2).astype(slots.dtype))
 
     ranked = jnp.minimum(lengths, count)
-    return dataclasses.replace(store, keys=write(store.keys, keys), values=write(store.values, values), ranked=ranked)
+    keys, values = write(store.keys, keys), write(store.values, values)
+    return dataclasses.replace(store, keys=keys, values=values, ranked=ranked, received=ranked)
 
 
 def start_scores(
@@ -165,7 +166,7 @@ def append(store: TopKStore, new: Tokens, sinks: int) -> TopKStore:
     Returns:
         The store.
     """
-    number = store.later[:, None] + jnp.arange(new.keys.shape[2])
+    number = (store.received - store.ranked)[:, None] + jnp.arange(new.keys.shape[2])
     target = later_token_slots(number, store.ranked, store.slots - store.ranked, sinks)
     target = jnp.broadcast_to(jnp.where(new.present, target, store.keys.shape[2])[:, None], new.keys.shape[:3])
     return _write(store, new, target)
@@ -184,7 +185,7 @@ def _write(store: TopKStore, new: Tokens, target: Int[Array, "B H_kv P"]) -> Top
         store,
         keys=write_entries(store.keys, new.keys, put, valid=new.present[:, None]),
         values=write_entries(store.values, new.values, put),
-        later=store.later + new.count,
+        received=store.received + new.count,
         log_weights=log_weights,
     )
 
@@ -195,7 +196,8 @@ def _put(slots: Float[Array, "S *D"], target: Int[Array, "P"], new: Float[Array,
 
 def store_segment(store: TopKStore) -> Segment:
     """Returns the store as attention reads it."""
-    stop = jnp.minimum(store.ranked + store.later, store.slots)
+    # Without empty slots at the end, the bound needs no minimum, which would be a kernel launch per decode step.
+    stop = store.received if store.slots == store.keys.shape[2] else jnp.minimum(store.received, store.slots)
     log_weights = None if store.log_weights is None else store.log_weights.astype(jnp.float32)
     return Segment(store.keys, store.values, log_num=log_weights, stop=stop[:, None])
 

@@ -55,7 +55,7 @@ class _Layer(NamedTuple):
 
     module: _Flat[Any]
     rotary: Rotary | None = None
-    scorer: Float[Array, "W+2 H_kv"] | None = None
+    scorer: Float[Array, "H_kv W+2"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,8 @@ def split_model(model: Llama, scorer: Scorer | None, context_tokens: int) -> Spl
         context_tokens: maximum number of tokens of a sequence, as in the state.
     """
     layers, attention_layers = [_Layer(_flatten(layer)) for layer in model.layers], model.config.attention_layers
-    scorers = (None,) * len(attention_layers) if scorer is None else tuple(scorer)
+    # The product of one token with rows of coefficients is one kernel; with columns, it would be two.
+    scorers = (None,) * len(attention_layers) if scorer is None else tuple(jnp.swapaxes(scorer, 1, 2))
     for number, one in zip(attention_layers, scorers, strict=True):
         layers[number] = layers[number]._replace(rotary=model.config.rotary(number, context_tokens), scorer=one)
     return SplitModel(model, _flatten(model.without_layers()), tuple(layers), scorer)
@@ -362,7 +363,7 @@ def step_layer(
     positions: Int[Array, "B"],
     lengths: Int[Array, "B"],
     text: kvjax.FrozenCache | None = None,
-    scorer: Float[Array, "W+2 H_kv"] | None = None,
+    scorer: Float[Array, "H_kv W+2"] | None = None,
 ) -> tuple[Float[Array, "B T W"], LayerCache, Counters]:
     """Appends tokens to one layer's cache and computes the layer.
 
@@ -385,7 +386,7 @@ def step_layer(
     query, keys, values = layer.project(x, *angles)
     scores = None
     if scorer is not None:
-        scores = predict_log_scores(scorer, layer.normalize(x), positions).swapaxes(1, 2)
+        scores = predict_log_scores(scorer.T, layer.normalize(x), positions).swapaxes(1, 2)
     attended, stepped = kvjax.step(
         with_counters(cache, counters),
         query,
