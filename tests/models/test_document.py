@@ -105,14 +105,14 @@ def test_a_streamed_document_answers_as_its_conversation():
         llm().cache(SNAPKV).read(TEXT, streaming=True)
 
 
-def test_tails_beyond_a_limit_are_compressed(monkeypatch):
-    monkeypatch.setattr(cache, "EXACT_TAIL_TOKENS", 48)
+def test_suffixes_beyond_a_limit_are_compressed(monkeypatch):
+    monkeypatch.setattr(cache, "EXACT_SUFFIX_TOKENS", 48)
     document = llm().cache("subgen_mean:sinks=2,recent=8,compact_every=8", 80).read(TEXT, max_new_tokens=96)
-    tails = document.engine(rows=1).generator
-    assert isinstance(tails.policies[0], kvjax.SubGenMean) and tails.policies[0].budget == 48
+    suffixes = document.engine(rows=1).generator
+    assert isinstance(suffixes.policies[0], kvjax.SubGenMean) and suffixes.policies[0].budget == 48
     answers = document.ask(QUESTIONS[:2], max_new_tokens=50)
     assert answers == [document.ask(question, max_new_tokens=50) for question in QUESTIONS[:2]]
-    # SnapKV needs entire prompts, so its tails cannot be compressed.
+    # SnapKV needs entire prompts, so its suffixes cannot be compressed.
     with pytest.raises(ValueError, match="compresses entire prompts"):
         llm().cache(SNAPKV).read(TEXT, max_new_tokens=96).ask("Who?")
 
@@ -158,7 +158,7 @@ def test_questions_do_not_change_a_document(name):
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
-def test_twelve_questions_hold_twelve_tails_and_one_text():
+def test_twelve_questions_hold_twelve_suffixes_and_one_text():
     document = read("snapkv")
     _, one = document.ask(QUESTIONS[0], max_new_tokens=8, return_details=True)
     _, twelve = document.ask(QUESTIONS[:1] * 12, max_new_tokens=8, return_details=True)
@@ -352,11 +352,11 @@ def test_context_and_question_are_the_rendered_conversation(template, text):
     messages = ({"role": "user", "content": text},)
     context = prompts.render_context(tokenizer, messages)
     for question in ("Why?", "  Which line?\n"):
-        end = prompts.render_question(tokenizer, messages, question)
+        end = prompts.render_question(tokenizer, messages, context, question)
         whole = tokenizer.render_chat([{"role": "user", "content": f"{text}\n\n{question}"}])
         assert context + end == whole and end.endswith("[assistant] ")
     assert ("Be kind" in context) == (template is WITH_SYSTEM) and context.startswith(tiny.BOS)
-    assert prompts.render_question(tokenizer, messages, "Why?", separator=" ").startswith(" Why?")
+    assert prompts.render_question(tokenizer, messages, context, "Why?", separator=" ").startswith(" Why?")
 
 
 @pytest.mark.parametrize("template", [TRIMMING, WITH_SYSTEM], ids=["trimming", "system"])

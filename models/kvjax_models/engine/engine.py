@@ -253,11 +253,11 @@ class Engine:
             )
         check_seed(seed)
         prompt_seed = seed if prompt_seed is None else int(check_seed(prompt_seed))
-        number, self._next_number = self._next_number, self._next_number + 1
-        prompt_tokens = tuple(int(token) for token in tokens)
+        number, prompt_tokens = self._next_number, tuple(int(token) for token in tokens)
         stops = check_stop(stop)
         request = Request(number, prompt_tokens, prefix, sampling, stops, limit, seed, prompt_seed, keep)
         self.generator.check_context(request.num_tokens + limit)
+        self._next_number += 1
         self._prompt_tokens += len(tokens)
         self._requests[number] = request
         self._scheduler.add(
