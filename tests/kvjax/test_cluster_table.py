@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import kvjax
-from kvjax.methods.subgen import cover
 from kvjax.methods.subgen.cluster_table import extend, init_cluster_table, log_counts, log_sample_weights
 from kvjax.methods.subgen.cover import greedy_cover
 from tests.kvjax.support import check_estimates, with_integer_keys
@@ -174,21 +173,6 @@ def reference(keys, capacity, growth, delta):
     return [name for name, _ in centers], np.array(label), delta, doublings
 
 
-def with_few_rows(function):
-    """Distances between centers are computed in blocks of `ROWS` rows: here in several full and partial blocks."""
-
-    @functools.wraps(function)
-    def call(*arguments, **options):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cover, "ROWS", 4)
-            return function(*arguments, **options)
-
-    return call
-
-
-_extend_few_rows = jax.jit(with_few_rows(extend), static_argnames="block")
-
-
 @pytest.mark.parametrize(
     "growth, capacity, delta", [(1.25, 5, None), (1.25, 5, 0.3), (2.0, 1, None), (1.02, 11, None), (1.5, 11, None)]
 )
@@ -197,9 +181,9 @@ def test_clusters_of_blocks_and_of_tokens_equal_the_reference(growth, capacity, 
     keys = normal_keys(seed)
     opened, label, expected_delta, doublings = reference(keys, capacity, growth, delta)
     start = empty_table(capacity, growth=growth, delta=delta)
-    # Several sub-blocks, the last one padded.
-    blocks, few_rows = (function(start, keys, NAMES, block=7) for function in (_extend, _extend_few_rows))
-    for table in (blocks, few_rows, _by_token(start, keys, NAMES)):
+    # Several sub-blocks, the last one padded, and all centers compared at once, or in full and partial blocks.
+    blocks = (_extend(start, keys, NAMES, block=block) for block in (4, 7, 16))
+    for table in (*blocks, _by_token(start, keys, NAMES)):
         assert int(table.size) == len(opened) and int(table.doublings) == doublings
         np.testing.assert_allclose(table.delta, expected_delta, rtol=1e-5)
         np.testing.assert_array_equal(table.centers[: len(opened)], keys[np.array(opened)])

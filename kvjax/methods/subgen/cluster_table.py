@@ -183,7 +183,8 @@ def extend(
         keys: keys of the tokens.
         values: values of the tokens, if the table has values.
         valid: tokens that count; None for all.
-        block: tokens that are assigned at a time. Counts, radii, means and samples are updated once, at the end.
+        block: tokens that are assigned, and centers that are compared, at a time. Counts, radii, means and samples are
+            updated once, at the end.
 
     Returns:
         The table.
@@ -195,7 +196,7 @@ def extend(
     valid = jnp.ones(keys.shape[0], bool) if valid is None else valid
     allocated, table = table.centers.shape[0], resize_slots(table, "M", table.clusters)
     capacity, tokens = table.clusters, keys.shape[0]
-    block = min(block, tokens)
+    rows, block = block, min(block, tokens)
     padding = -tokens % block
     sound = jnp.all(jnp.isfinite(keys), axis=1)
     table = dataclasses.replace(table, unsound=table.unsound + jnp.sum(valid & ~sound, dtype=jnp.int32))
@@ -211,7 +212,7 @@ def extend(
     neighbors = unknown_neighbors(occupied)
     start = _Assignment(slots, slot_of_item, table.size, table.delta, table.doublings, neighbors)
     first = capacity + jnp.arange(0, valid.shape[0], block, dtype=jnp.int32)
-    assign = functools.partial(_assign_block, items, table.growth)
+    assign = functools.partial(_assign_block, items, table.growth, rows)
     assignment, opener = jax.lax.scan(assign, start, (first, valid.reshape(-1, block)))
 
     # The slot of every old cluster and every token; M drops an item.
@@ -254,7 +255,11 @@ def log_sample_weights(table: ClusterTable) -> Float[Array, "M t"]:
 
 
 def _assign_block(
-    items: _Items, growth: float, assignment: _Assignment, block_tokens: tuple[Int[Array, ""], Bool[Array, "b"]]
+    items: _Items,
+    growth: float,
+    rows: int,
+    assignment: _Assignment,
+    block_tokens: tuple[Int[Array, ""], Bool[Array, "b"]],
 ) -> tuple[_Assignment, Int[Array, "b"]]:
     """Assigns the valid tokens of a block, given the item of its first token, in order.
 
@@ -291,13 +296,7 @@ def _assign_block(
             neighbors=now.neighbors.insert(slot, jnp.minimum(squared, to_earlier), neighbor),
         )
         distance = jnp.minimum(squared, to_new)[jnp.minimum(stop, block - 1)]
-        # A loop of at most one iteration: under vmap, `cond` would always compute both branches.
-        now, _ = jax.lax.while_loop(
-            lambda carry: carry[1],
-            lambda carry: (_merge_clusters(items, carry[0], distance, growth), False),
-            (now, stop < block),
-        )
-        return now, opener, stop
+        return _merge_clusters(items, now, distance, growth, stop < block, rows), opener, stop
 
     start = (assignment, jnp.zeros(block, jnp.int32), jnp.where(jnp.any(valid), 0, block))
     assignment, opener, _ = jax.lax.while_loop(lambda carry: carry[2] < block, assign, start)
@@ -345,13 +344,17 @@ def _open_none(
     return candidate, jnp.int32(block), nearest, nearest
 
 
-def _merge_clusters(items: _Items, now: _Assignment, waiting: Float[Array, ""], growth: float) -> _Assignment:
-    """Grows delta until clusters merge or the waiting key, at this squared distance, finds a center."""
+def _merge_clusters(
+    items: _Items, now: _Assignment, waiting: Float[Array, ""], growth: float, grows: Bool[Array, ""], rows: int
+) -> _Assignment:
+    """Grows delta until clusters merge or the waiting key, at this squared distance, finds a center, if `grows`."""
     centers, norms = (x[now.center_item] for x in items)
-    delta, remains, target, neighbors = grow_delta(centers, norms, now.neighbors, waiting, now.delta, growth)
+    delta, remains, target, neighbors = grow_delta(
+        centers, norms, now.neighbors, waiting, now.delta, growth, grows, rows
+    )
     rank = jnp.cumsum(remains, dtype=jnp.int32) - 1
     new_slot = jnp.where(remains, rank, remains.shape[0])
-    return _Assignment(
+    merged = _Assignment(
         center_item=jnp.zeros_like(now.center_item).at[new_slot].set(now.center_item, mode="drop"),
         slot_of_item=rank[target][now.slot_of_item],
         size=jnp.sum(remains, dtype=jnp.int32),
@@ -359,6 +362,8 @@ def _merge_clusters(items: _Items, now: _Assignment, waiting: Float[Array, ""], 
         doublings=now.doublings + 1,
         neighbors=neighbors.compact(remains),
     )
+    # Under `vmap`, `cond` and a loop in place of these selections would wait for the host once more per round.
+    return jax.tree.map(lambda new, old: jnp.where(grows, new, old), merged, now)
 
 
 def _rebuild(
@@ -454,7 +459,7 @@ def _update_means(
         return jax.tree.map(lambda mean: add(mean * table.count[:, None]) / total, carry[0]), jnp.bool_(False)
 
     means = [table.centers if table.moving else None, table.mean_value]
-    # A loop of at most one iteration, as in `_assign_block`: most updates merge no clusters.
+    # A loop of at most one iteration, because `vmap` of `cond` computes both branches: most updates merge no clusters.
     means, _ = jax.lax.while_loop(lambda carry: carry[1], merge, (means, assignment.doublings > table.doublings))
     nearest_slot = jnp.minimum(token_slot, capacity - 1)
 

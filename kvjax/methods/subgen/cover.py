@@ -12,8 +12,6 @@ from pallas_kernels.argmin import min_and_argmin
 
 T = TypeVar("T")
 
-ROWS = 128  # centers that are compared with all others at a time
-
 
 def squared_distances(
     a: Float[Array, "N D"], b: Float[Array, "K D"], a_norms: Float[Array, "N"], b_norms: Float[Array, "K"]
@@ -92,7 +90,9 @@ def greedy_cover(near: Bool[Array, "N N"], candidate: Bool[Array, "N"]) -> Bool[
         now = undecided & ~jnp.any(before & undecided[None, :], axis=1)
         return selected | now, undecided & ~now & ~jnp.any(before & now[None, :], axis=1)
 
-    return jax.lax.while_loop(lambda carry: jnp.any(carry[1]), decide, (jnp.zeros_like(candidate), candidate))[0]
+    # Two rounds are often enough, and a GPU waits for the host in every round of a loop.
+    first = decide(decide((jnp.zeros_like(candidate), candidate)))
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[1]), decide, first)[0]
 
 
 class EarlierNeighbors(NamedTuple):
@@ -146,6 +146,8 @@ def grow_delta(
     waiting: Float[Array, ""],
     delta: Float[Array, ""],
     growth: float,
+    grows: Bool[Array, ""],
+    rows: int,
 ) -> tuple[Float[Array, ""], Bool[Array, "M"], Int[Array, "M"], EarlierNeighbors]:
     """Grows the delta of a full table until clusters merge or the waiting key is within delta of a center.
 
@@ -159,6 +161,8 @@ def grow_delta(
         waiting: squared distance of the key that finds no slot to its nearest center.
         delta: delta before.
         growth: smallest factor by which delta grows.
+        grows: whether delta grows at all; otherwise the results are meaningless and take little time.
+        rows: centers that are compared with all others at a time.
 
     Returns:
         The new delta; the centers that remain; for every center the nearest one that remains, itself included (no
@@ -174,22 +178,22 @@ def grow_delta(
         # A center whose known neighbor surely remains does not remain.
         merges = ~neighbors.stale & ~close[neighbors.slot]
         decide = functools.partial(_decide_rows, centers, norms, reach)
-        remains, neighbors = _scan_rows(decide, (~close, neighbors), close & ~merges)
+        remains, neighbors = _scan_rows(decide, (~close, neighbors), close & ~merges, rows)
         done = ~jnp.all(remains) | (waiting <= reach)
         # Rounded up, so that the square of delta is at least the smallest distance.
         smallest = jnp.sqrt(jnp.minimum(jnp.min(neighbors.squared_distance), waiting)) * (1 + 2.0**-22)
         return jnp.where(done, delta, jnp.maximum(delta, smallest)), remains, neighbors, done
 
-    start = (growth * delta, jnp.ones(capacity, bool), neighbors, jnp.zeros((), bool))
+    start = (growth * delta, jnp.ones(capacity, bool), neighbors, ~grows)
     delta, remains, neighbors, _ = jax.lax.while_loop(lambda carry: ~carry[3], grow, start)
 
-    def merge_target(target: Int[Array, "M"], rows: Int[Array, "R"]) -> Int[Array, "M"]:
-        """Sets the `target` of the centers in `rows` to their nearest center that remains."""
-        index = jnp.minimum(rows, capacity - 1)
+    def merge_target(target: Int[Array, "M"], merged: Int[Array, "R"]) -> Int[Array, "M"]:
+        """Sets the `target` of the centers in rows `merged` to their nearest center that remains."""
+        index = jnp.minimum(merged, capacity - 1)
         nearest = nearest_center(centers[index], centers, norms[index], jnp.where(remains, norms, jnp.inf))[1]
-        return target.at[rows].set(nearest, mode="drop")
+        return target.at[merged].set(nearest, mode="drop")
 
-    target = _scan_rows(merge_target, jnp.arange(capacity, dtype=jnp.int32), ~remains)
+    target = _scan_rows(merge_target, jnp.arange(capacity, dtype=jnp.int32), ~remains, rows)
     return delta, remains, target, neighbors
 
 
@@ -218,14 +222,16 @@ def _decide_rows(
     return remains.at[rows].set(selected, mode="drop"), neighbors
 
 
-def _scan_rows(step: Callable[[T, Int[Array, "R"]], T], carry: T, mask: Bool[Array, "M"]) -> T:
-    """Calls `step` with the rows of a mask in order, `ROWS` at a time; the last call is padded with M."""
+def _scan_rows(step: Callable[[T, Int[Array, "R"]], T], carry: T, mask: Bool[Array, "M"], count: int) -> T:
+    """Calls `step` with the rows of a mask in order, `count` at a time; those that are missing in a call are M."""
     capacity = mask.shape[0]
+    if count >= capacity:
+        return step(carry, jnp.where(mask, jnp.arange(capacity, dtype=jnp.int32), capacity))
 
     def take_rows(carry: tuple[T, Bool[Array, "M"]]) -> tuple[T, Bool[Array, "M"]]:
         """Calls `step` with the next rows of the mask in the `carry`, and removes them from it."""
         result, remaining = carry
-        rows = jnp.nonzero(remaining, size=min(ROWS, capacity), fill_value=capacity)[0].astype(jnp.int32)
+        rows = jnp.nonzero(remaining, size=count, fill_value=capacity)[0].astype(jnp.int32)
         return step(result, rows), remaining.at[rows].set(False, mode="drop")
 
     return jax.lax.while_loop(lambda carry: jnp.any(carry[1]), take_rows, (carry, mask))[0]

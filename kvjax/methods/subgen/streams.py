@@ -11,12 +11,13 @@ from jaxtyping import Array, Bool, Float, Shaped
 from kvjax.shared.per_head import per_head
 
 PROMPT_BLOCK = 1024  # tokens of a prompt per update
-# Tokens that a GPU assigns to clusters at a time, for which it waits for the host several times.
-GPU_BLOCK = 512
+# Tokens that accelerators assign to clusters, and centers that they compare, at a time: a GPU waits for the host in
+# every iteration of a loop.
+PARALLEL_BLOCK = 512
 
 T = TypeVar("T")  # the structures of one head, or of all rows and heads
-# Maps one head's structures, keys, values and valid tokens to the updated structures; `block` is the number of tokens
-# that are assigned at a time and does not change the result.
+# Maps one head's structures, keys, values and valid tokens to the updated structures. `block` is the number of tokens
+# that are assigned, and of centers that are compared, at a time; it does not change the result.
 Extend = Callable[..., T]
 
 
@@ -43,7 +44,7 @@ def extend_all(
         The structures.
     """
     in_sequence = functools.partial(_fill_in_sequence, extend)
-    in_parallel = per_head(extend)
+    in_parallel = per_head(functools.partial(extend, block=PARALLEL_BLOCK))
     return jax.lax.platform_dependent(streams, keys, values, valid, cpu=in_sequence, default=in_parallel)
 
 
@@ -102,7 +103,7 @@ def _fill_in_parallel(
     values: Float[Array, "B H T D_v"],
     valid: Bool[Array, "B H T"],
 ) -> T:
-    extend_heads = per_head(functools.partial(extend, block=GPU_BLOCK))
+    extend_heads = per_head(functools.partial(extend, block=PARALLEL_BLOCK))
 
     def extend_block(streams: T, block: tuple[Array, Array, Array]) -> tuple[T, None]:
         return extend_heads(streams, *block), None
