@@ -1,13 +1,11 @@
-"""Cache budgets, and the search for the largest policy within a budget."""
+"""Cache budgets, and the largest policy within a budget."""
 
 import bisect
 import dataclasses
 import functools
-import math
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -21,7 +19,7 @@ from kvjax.state import cache_bytes
 
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _FORMS = "a share (25%), bytes (64MiB) or slots per KV head (256 slots)"
-# Slots below which a budget of any policy can be refused for its other settings only.
+# Slots with which a budget is refused for the other settings only.
 LARGE_BUDGET = 2**20
 
 # Below these sizes, half of the facts of a text or more are lost: on SmolLM2-135M, `auto` answers .50 of the questions
@@ -212,10 +210,10 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
 
     Bytes are those held, or those read per token for a retrieval policy, on average over the layers. They include the
     staging buffer, counters and PRNG keys. Budgets are rounded to tiles (`round_to_tiles`). If all tokens fit, the
-    result is the smallest budget that holds them.
+    budget is their number, rounded up to a tile.
 
     Args:
-        make: makes a policy from a number of slots, such as `lambda budget: kvjax.Uniform(budget, sinks=16)`.
+        make: makes a policy with a budget, such as `lambda budget: kvjax.Uniform(budget, sinks=16)`.
         spec: spec of the caches; batch and layer do not matter.
         limit: bytes per row and layer.
 
@@ -223,7 +221,7 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
         The policy.
 
     Raises:
-        ValueError: if no budget fits, with the reason for the smallest one tried.
+        ValueError: if no budget fits, or the policy does not allow the one that does.
 
     Example:
         >>> import jax, jax.numpy as jnp, kvjax
@@ -234,39 +232,64 @@ def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Pol
         >>> kvjax.fit_bytes(lambda slots: kvjax.Uniform(slots, sinks=16), spec, limit).budget
         400
     """
-    sizes = _Sizes(make, spec)
-    smallest = sizes.smallest(limit)
-    low, size, refusals = smallest, sizes.of_budget, sizes.refusals
-    if size(low) > limit:
+
+    def size(budget: int) -> float:
+        return limited_bytes(make(budget), spec)
+
+    smallest = min_budget(make, spec)
+    if (held := size(smallest)) > limit:
         remedy = "pass a larger budget"
-        if _reserves_decode_slots(make(low)):
+        if _reserves_decode_slots(make(smallest)):
             remedy = (
                 f"it includes {spec.max_new_tokens} slots per KV head that are reserved for new tokens; reduce "
                 f"max_new_tokens, set reserve_decode_slots=false, or {remedy}"
             )
         raise ValueError(
-            f"limit={limit} bytes per row and layer is too small: budget={low} already takes {size(low):g} bytes; "
+            f"limit={limit} bytes per row and layer is too small: budget={smallest} already takes {held:g} bytes; "
             f"{remedy}"
         )
-    high = low
-    while size(high := high * 2) <= limit:
-        if make(high).is_retrieval and high >= spec.capacity:
-            return make(high)  # everything may be read
-        low = high
-        if high > limit:
-            break  # all tokens fit
-    low = bisect.bisect_right(range(high), float(limit), lo=low + 1, key=size) - 1 if low < high else low
-    if low <= spec.capacity:
-        if size(low + 1) == math.inf:
-            raise ValueError(
-                f"a larger budget fits into limit={limit} bytes per row and layer, but {refusals[low + 1]}"
-            )
-        return make(max(round_to_tiles(low), smallest))
-    if make(low) == make(smallest):
+    largest = max(-(-spec.capacity // TILE) * TILE, smallest)
+    budget = _largest_budget(size, smallest, largest, limit)
+    if budget == largest and make(smallest) == make(smallest + TILE):
         raise ValueError(f"{make(smallest)} does not grow with its budget; pass a budget in slots")
-    if size(low) == size(low - low // 4):  # buffers have the size of the capacity
-        return make(_smallest_equal_budget(make, spec, smallest, low))
-    return make(max(min(round_to_tiles(low), -(-spec.capacity // TILE) * TILE), smallest))
+    return make(max(round_to_tiles(budget), smallest))
+
+
+def _largest_budget(size: Callable[[int], float], smallest: int, largest: int, limit: int) -> int:
+    """Returns the largest budget up to `largest` of at most `limit` bytes, apart from rounding; `smallest` has them.
+
+    Stores are allocated in tiles, and a few policies have size classes. A line through two sizes gives a guess, usually
+    within a tile of the result. Then budgets around it are measured, in growing steps. Budgets far above the result are
+    not, because policies can refuse them.
+    """
+    low_size, guess = size(smallest), min(smallest + 8 * TILE, largest)
+    for part in (2, 1):  # a line through half of the result is more exact
+        slope = (size(guess) - low_size) / max(guess - smallest, 1)
+        slots = (limit - low_size) / slope if slope > 0 else largest
+        guess = max((smallest + min(int(slots / part), largest - smallest)) // TILE * TILE, smallest)
+    low, high, step = smallest, largest + 1, TILE
+    while low < guess < high and size(guess) > limit:
+        guess, high, step = guess - step, guess, 2 * step
+    low = max(low, guess)
+    while low + step < high and size(low + step) <= limit:
+        low, step = low + step, 2 * step
+    high = min(low + step, high)
+    # Budgets that are rounded to the same tile need no distinction.
+    budgets = sorted({max(round_to_tiles(budget), low) for budget in range(low, high)})
+    return budgets[bisect.bisect_right(budgets, float(limit), lo=1, key=size) - 1]
+
+
+def min_budget(make: Callable[[int], Policy], spec: CacheSpec) -> int:
+    """Returns the smallest budget of policies for a cache.
+
+    Args:
+        make: as for `fit_bytes`; settings such as the recent tokens may depend on the budget.
+        spec: spec of the cache.
+    """
+    budget = LARGE_BUDGET
+    while (smaller := make(budget).min_budget(spec)) < budget:
+        budget = smaller
+    return budget
 
 
 def fit_share(make: Callable[[int], Policy], spec: CacheSpec, limit: int, full: Policy) -> Policy:
@@ -286,11 +309,10 @@ def fit_share(make: Callable[[int], Policy], spec: CacheSpec, limit: int, full: 
         budget, or `full` if that takes no more bytes.
 
     Raises:
-        ValueError: if no budget is accepted, with the reason for the smallest one tried.
+        ValueError: if the policy does not allow the budget that fits.
     """
-    smallest = _Sizes(make, spec).smallest(max(limit, LARGE_BUDGET))
     # Above the smallest budget, which may have slots for sinks and recent tokens only.
-    policy = make((smallest // TILE + 1) * TILE)
+    policy = make((min_budget(make, spec) // TILE + 1) * TILE)
     held = limited_bytes(policy, spec)
     if held <= limit:
         return fit_bytes(make, spec, limit)
@@ -309,51 +331,6 @@ def limited_bytes(policy: Policy, spec: CacheSpec) -> float:
     """
     measure = row_read_bytes if policy.is_retrieval else row_bytes
     return sum(len(equal) * measure(policy, equal[0]) for equal in _equal_layers(policy, spec)) / spec.layers
-
-
-class _Sizes:
-    """The bytes that a policy takes by its budget of slots.
-
-    Attributes:
-        refusals: why budgets are refused.
-    """
-
-    def __init__(self, make: Callable[[int], Policy], spec: CacheSpec) -> None:
-        """Creates an empty table; see `fit_bytes` for the arguments."""
-        self._make, self._spec = make, spec
-        self.refusals: dict[int, str] = {}
-
-    def of_budget(self, budget: int) -> float:
-        """Returns `limited_bytes` of a budget; inf if the policy refuses it."""
-        try:
-            return limited_bytes(self._make(budget), self._spec)
-        except ValueError as error:
-            self.refusals[budget] = str(error)
-            return math.inf
-
-    def smallest(self, largest: int) -> int:
-        """Returns the smallest budget that the policy accepts, at most about `largest`."""
-        refused, accepted = 0, 1
-        while self.of_budget(accepted) == math.inf:
-            refused, accepted = accepted, 2 * accepted
-            if accepted > largest:
-                raise ValueError(f"no budget within limit={largest} bytes is accepted: {self.refusals[refused]}")
-        budgets = range(accepted)
-        return bisect.bisect_left(budgets, True, lo=refused + 1, key=lambda one: self.of_budget(one) < math.inf)
-
-
-def _smallest_equal_budget(make: Callable[[int], Policy], spec: CacheSpec, low: int, high: int) -> int:
-    """Returns the smallest budget from `low` to `high` with which every layer has the same state as with `high`.
-
-    States have static sizes: equal bytes do not imply that as many tokens fit, because slots are allocated in tiles.
-    """
-
-    def states(budget: int) -> list[tuple[Any, int]]:
-        policy = make(budget)
-        return [(abstract_cache(policy, equal[0]).state, len(equal)) for equal in _equal_layers(policy, spec)]
-
-    largest = states(high)
-    return low + bisect.bisect_left(range(low, high), True, key=lambda budget: states(budget) == largest)
 
 
 def _reserves_decode_slots(policy: Policy) -> bool:

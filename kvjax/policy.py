@@ -211,6 +211,17 @@ class Policy(abc.ABC, Generic[S]):
         """Inputs that the policy needs from the model and the decode loop."""
         return Requirements()
 
+    def min_budget(self, spec: CacheSpec | None = None) -> int:
+        """Returns the smallest budget that the other settings allow.
+
+        Args:
+            spec: spec of a cache, which can need more slots; None for any cache.
+
+        Returns:
+            Slots per KV head; by default one more than the settings `sinks` and `recent`.
+        """
+        return 1 + sum(vars(self).get(name) or 0 for name in ("sinks", "recent"))
+
     def for_layer(self, spec: CacheSpec) -> "Policy[S]":
         """Returns the policy for one layer of the model; `kvjax.init` calls it once per layer.
 

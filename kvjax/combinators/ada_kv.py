@@ -75,6 +75,10 @@ class AdaKV(Policy[AdaKVState]):
         """Requirements of the policy, and an entire prompt."""
         return dataclasses.replace(self.policy.requires, entire_prompt=True)
 
+    def min_budget(self, spec: CacheSpec | None = None) -> int:
+        """Returns the smallest budget of the policy."""
+        return self.policy.min_budget(spec)
+
     def for_layer(self, spec: CacheSpec) -> "AdaKV":
         """Returns Ada-KV with the budget of one layer.
 

@@ -70,6 +70,10 @@ class FirstLayers(LayerPolicies):
         """The policies in use."""
         return (self.first, self.policy) if self.layers else (self.policy,)
 
+    def min_budget(self, spec: CacheSpec | None = None) -> int:
+        """Returns the smallest budget of `policy`."""
+        return self.policy.min_budget(spec)
+
     def for_layer(self, spec: CacheSpec) -> Policy:
         """Returns the policy of one layer.
 

@@ -1,6 +1,7 @@
 """The base class of policies that combine several policies."""
 
 from kvjax.policy import Policy, Requirements, S, merge_requirements
+from kvjax.spec import CacheSpec
 
 
 class CombinedPolicies(Policy[S]):
@@ -26,6 +27,10 @@ class CombinedPolicies(Policy[S]):
     def requires(self) -> Requirements:
         """Combined requirements of the policies."""
         return merge_requirements(self.policies)
+
+    def min_budget(self, spec: CacheSpec | None = None) -> int:
+        """Returns the largest of the smallest budgets of the policies."""
+        return max(policy.min_budget(spec) for policy in self.policies)
 
     @property
     def is_retrieval(self) -> bool:  # type: ignore[override]

@@ -144,14 +144,14 @@ class HeadBudgets(LayerPolicies):
         if len(row) != spec.kv_heads:
             raise ValueError(f"shares are of {len(row)} KV heads per layer, the model has {spec.kv_heads}")
         slots = _divide(self.shares, self.budget, spec.capacity)[spec.layer]
-        heads = tuple(self._of_head(count, spec.capacity) for count in slots)
+        heads = tuple(self._of_head(count, spec) for count in slots)
         return (ByHead(heads) if len(set(heads)) > 1 else heads[0]).for_layer(spec)
 
-    def _of_head(self, slots: int, capacity: int) -> Policy:
+    def _of_head(self, slots: int, spec: CacheSpec) -> Policy:
         """Returns the policy of a head with this number of slots."""
-        if slots >= capacity:
+        if slots >= spec.capacity:
             return Exact(self.policy.compact_every)
-        return with_budget(self.policy, max(SLOT_TILE * (slots // SLOT_TILE), _smallest_budget(self.policy)))
+        return with_budget(self.policy, max(slots // SLOT_TILE * SLOT_TILE, self.policy.min_budget(spec)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -202,17 +202,3 @@ def with_budget(policy: Policy, budget: int) -> Policy:
         return dataclasses.replace(policy, budget=budget)  # type: ignore[type-var]
     inner = {name: with_budget(value, budget) for name, value in fields.items() if isinstance(value, Policy)}
     return dataclasses.replace(policy, **inner)  # type: ignore[type-var]
-
-
-@functools.cache
-def _smallest_budget(policy: Policy) -> int:
-    """Returns the smallest budget that a policy accepts, at most its present one."""
-    refused, accepted = 0, _budget(policy)
-    while accepted - refused > 1:
-        middle = (refused + accepted) // 2
-        try:
-            with_budget(policy, middle)
-            accepted = middle
-        except ValueError:
-            refused = middle
-    return accepted

@@ -406,12 +406,10 @@ def test_errors_of_fit_bytes_explain_why_no_budget_fits():
     spec = make_spec()
     with pytest.raises(ValueError, match=r"limit=3000 .*budget=5 already takes"):
         kvjax.fit_bytes(kvjax.StreamingLLM, spec, 3000)
-    with pytest.raises(ValueError, match=r"limit=60 .*cannot hold sinks=4 and recent=64"):
+    with pytest.raises(ValueError, match=r"limit=60 .*budget=69 already takes"):
         kvjax.fit_bytes(kvjax.Uniform, spec, 60)
     with pytest.raises(ValueError, match=r"reserved for new tokens; reduce max_new_tokens, set reserve_dec"):
         kvjax.fit_bytes(lambda budget: kvjax.HeadBudgets(kvjax.AdaKV(kvjax.SnapKV(budget)), ((1.0, 1.0),)), spec, 3000)
-    with pytest.raises(ValueError, match="a larger budget fits into limit=1000000000 .*clusters=16400 must be"):
-        kvjax.fit_bytes(kvjax.SubGenMean, make_spec(prompt=100_000), 10**9)
     with pytest.raises(ValueError, match="does not grow with its budget"):
         kvjax.fit_bytes(lambda budget: kvjax.Exact(), spec, 10**6)
 

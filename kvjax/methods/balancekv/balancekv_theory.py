@@ -14,6 +14,7 @@ The stream of tokens is compressed as it arrives, separately for the two sums of
 Attention merges the segments of the window, of the numerator's trees and of the denominator's tree.
 """
 
+import bisect
 import dataclasses
 import functools
 import math
@@ -25,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.methods.balancekv import merge_reduce, value_buckets
 from kvjax.methods.balancekv.balance import Halve, Halved, softmax_balance, walk_constant
-from kvjax.methods.balancekv.merge_reduce import MergeReduceTree, bin_sizes, init_merge_reduce
+from kvjax.methods.balancekv.merge_reduce import MergeReduceTree, bin_sizes, init_merge_reduce, min_tree_slots
 from kvjax.methods.balancekv.value_buckets import ValueBuckets, init_value_buckets
 from kvjax.policy import Policy, Prompt, check_above, check_budget, check_min
 from kvjax.segment import Segment, SegmentLike, flatten_slots
@@ -33,7 +34,7 @@ from kvjax.shared import window as windows
 from kvjax.shared.light_values import init_light_norms, keep_lightest, num_light_slots
 from kvjax.shared.per_head import per_head, stream_keys
 from kvjax.shared.window import Window, init_window
-from kvjax.spec import CacheSpec
+from kvjax.spec import MAX_TOKENS, CacheSpec
 from kvjax.staging import Tokens
 from kvjax.state import stacked, state, static
 
@@ -112,14 +113,32 @@ class BalanceKVTheory(Policy[BalanceKVTheoryState]):
         if self.value_exponents[1] < self.value_exponents[0]:
             raise ValueError(f"value_exponents={self.value_exponents} must be (first, last) with first <= last")
 
+    def min_budget(self, spec: CacheSpec | None = None) -> int:
+        """Returns the smallest budget whose trees hold the tokens of a cache."""
+        smallest = super().min_budget()
+        if spec is None:
+            return smallest
+
+        def fits(budget: int) -> bool:
+            _, tokens, slots = self._divide(budget, spec)
+            return slots >= min_tree_slots(tokens, self.bins)
+
+        return bisect.bisect_left(range(MAX_TOKENS), True, lo=smallest, key=fits)
+
+    def _divide(self, budget: int, spec: CacheSpec) -> tuple[int, int, float]:
+        """Returns the slots of light tokens, the maximum length of the stream and the slots of each tree."""
+        light = num_light_slots(self.light_values, budget - self.sinks - self.recent)
+        fixed = self.sinks + self.recent + light
+        lowest, highest = self.value_exponents
+        # A tree of keys alone, for the denominator, takes half a slot per entry.
+        return light, max(spec.capacity - fixed, 1), (budget - fixed) / (highest - lowest + 1.5)
+
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> BalanceKVTheoryState:
         """Returns an empty window and empty trees for `spec`."""
-        light = num_light_slots(self.light_values, self.budget - self.sinks - self.recent)
-        fixed = self.sinks + self.recent + light
-        tokens = max(spec.capacity - fixed, 1)
+        light, tokens, slots = self._divide(self.budget, spec)
         lowest, highest = self.value_exponents
         buckets = highest - lowest + 1
-        bins, size = bin_sizes((self.budget - fixed) / (buckets + 0.5), tokens, self.bins)
+        bins, size = bin_sizes(slots, tokens, self.bins)
         init_tree = functools.partial(
             init_merge_reduce,
             bins=bins,

@@ -60,6 +60,20 @@ def bins_needed(tokens: int, bin_slots: int) -> int:
     return (-(-tokens // bin_slots)).bit_length()
 
 
+def min_tree_slots(tokens: int, bins: int | None) -> int:
+    """Returns the smallest number of slots with which a tree holds a stream, the inverse of `bins_needed`.
+
+    Args:
+        tokens: length of the stream.
+        bins: number of bins; None for any.
+
+    Returns:
+        The number of slots.
+    """
+    counts = range(1, tokens.bit_length() + 1) if bins is None else (bins,)
+    return min(count * -(-tokens // (2**count - 1)) for count in counts)
+
+
 def bin_sizes(slots: float, tokens: int, bins: int | None) -> tuple[int, int]:
     """Divides slots into bins.
 

@@ -76,6 +76,10 @@ class ClusterGen(Policy[ClusterGenState]):
         """Slots of recent tokens."""
         return self.budget // 2 if self.recent is None else self.recent
 
+    def min_budget(self, spec: CacheSpec | None = None) -> int:
+        """Returns the smallest budget that leaves a slot for a center."""
+        return 2 * self.sinks + 1 if self.recent is None else super().min_budget(spec)
+
     @property
     def num_centers(self) -> int:
         """Slots of centers."""

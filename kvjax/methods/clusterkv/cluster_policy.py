@@ -132,6 +132,10 @@ class ClusterPolicy(Policy[ClusterState]):
             The selected blocks.
         """
 
+    def min_budget(self, spec: CacheSpec | None = None) -> int:
+        """Returns the sinks and recent tokens, and at least one slot."""
+        return max(self.sinks + self.recent, 1)
+
     @property
     def max_tokens(self) -> int:
         """Tokens of clusters that a query reads."""

@@ -21,6 +21,7 @@ The papers' experiments run k-center on the prompt instead: `ClusterGen`. `SubGe
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import NamedTuple
 
@@ -50,6 +51,11 @@ class Sizes(NamedTuple):
     clusters: int
     per_cluster: int
     light: int
+
+    def fit(self, slots: float) -> bool:
+        """Returns whether there is a sample and a cluster, and both take at most this number of slots."""
+        samples, clusters, per_cluster, _ = self
+        return min(samples, clusters) >= 1 and 2 * samples + clusters * (1 + per_cluster) <= 2 * slots
 
 
 @state
@@ -147,23 +153,40 @@ class SubGen(Policy[SubGenState]):
         Raises:
             ValueError: if sizes do not fit the budget, or are missing.
         """
-        samples, clusters, halves = self.samples, self.clusters, 1 + self.per_cluster
         if self.budget is None:
-            if samples is None or clusters is None:
-                raise ValueError(f"budget=None with samples={samples} and clusters={clusters}; pass both sizes")
-            return Sizes(samples, clusters, self.per_cluster, self.light_values)
-        light = num_light_slots(self.light_values, self.budget - self.sinks - self.recent)
-        free = self.budget - self.sinks - self.recent - light
+            if self.samples is None or self.clusters is None:
+                raise ValueError(
+                    f"budget=None with samples={self.samples} and clusters={self.clusters}; pass both sizes"
+                )
+            return Sizes(self.samples, self.clusters, self.per_cluster, self.light_values)
+        sizes, free = self._divide(self.budget)
+        if not sizes.fit(free):
+            raise ValueError(
+                f"budget={self.budget} leaves {free} slots for samples={sizes.samples} and clusters={sizes.clusters} "
+                f"of {(1 + self.per_cluster) / 2:g} slots each; pass a larger budget or smaller sizes"
+            )
+        return sizes
+
+    def min_budget(self, spec: CacheSpec | None = None) -> int:
+        """Returns the smallest budget into which one sample, one cluster and the sizes that are set fit."""
+
+        def fits(budget: int) -> bool:
+            sizes, free = self._divide(budget)
+            return sizes.fit(free)
+
+        return next(budget for budget in itertools.count(super().min_budget()) if fits(budget))
+
+    def _divide(self, budget: int) -> tuple[Sizes, int]:
+        """Returns sizes for a budget, and its slots for samples and clusters."""
+        samples, clusters, halves = self.samples, self.clusters, 1 + self.per_cluster
+        slots = budget - self.sinks - self.recent
+        light = num_light_slots(self.light_values, slots)
+        free = slots - light
         if samples is None:
             samples = round_to_tiles(7 * free // 8 if clusters is None else (2 * free - clusters * halves) // 2)
         if clusters is None:
             clusters = round_to_tiles(2 * (free - samples) // halves)
-        if min(samples, clusters) < 1 or 2 * samples + clusters * halves > 2 * free:
-            raise ValueError(
-                f"budget={self.budget} leaves {free} slots for samples={samples} and clusters={clusters} of "
-                f"{halves / 2:g} slots each; pass a larger budget or smaller sizes"
-            )
-        return Sizes(samples, clusters, self.per_cluster, light)
+        return Sizes(samples, clusters, self.per_cluster, light), free
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> SubGenState:
         """Returns an empty window and empty structures for `spec`."""

@@ -43,7 +43,7 @@ class PyramidKV(SnapKV):
         """Returns SnapKV with the budget of the layer `spec.layer`."""
         slots = self.layer_slots(spec.max_prompt_tokens, spec.layer, spec.layers)
         settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(SnapKV)}
-        return SnapKV(**settings | {"budget": max(slots, self.min_budget)})
+        return SnapKV(**settings | {"budget": max(slots, self.min_budget())})
 
     def layer_slots(self, tokens: int, layer: int, layers: int) -> int:
         """Returns the number of tokens that a layer keeps of a prompt, the window included.

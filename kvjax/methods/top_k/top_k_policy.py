@@ -64,10 +64,10 @@ class TopKPolicy(Policy[TopKStore]):
                 f"budget={self.budget} slots cannot hold sinks={self.sinks} and {self.num_recent} recent tokens; "
                 f"pass at least {self.sinks + self.num_recent}"
             )
-        if self.budget < self.min_budget:
+        if self.budget < self.min_budget():
             raise ValueError(
                 f"budget={self.budget} slots cannot hold sinks={self.sinks} and the compact_every={self.compact_every} "
-                f"tokens of a compaction; pass at least {self.min_budget}"
+                f"tokens of a compaction; pass at least {self.min_budget()}"
             )
 
     @abc.abstractmethod
@@ -83,9 +83,8 @@ class TopKPolicy(Policy[TopKStore]):
         """Last tokens of the prompt that are always kept."""
         return self.recent
 
-    @property
-    def min_budget(self) -> int:
-        """Slots for the tokens that are always kept and for one compaction."""
+    def min_budget(self, spec: CacheSpec | None = None) -> int:
+        """Returns the slots for the tokens that are always kept and for one compaction."""
         return max(self.sinks + max(self.num_recent, 0 if self.reserve_decode_slots else self.compact_every), 1)
 
     def for_layer(self, spec: CacheSpec) -> Policy[TopKStore]:
@@ -99,7 +98,7 @@ class TopKPolicy(Policy[TopKStore]):
             are reserved, rounded up to a multiple of 16.
         """
         tokens = spec.max_prompt_tokens if self.reserve_decode_slots else spec.capacity
-        largest = max(-(-tokens // TILE) * TILE, self.min_budget)
+        largest = max(-(-tokens // TILE) * TILE, self.min_budget())
         return self if self.budget <= largest else dataclasses.replace(self, budget=largest)
 
     def num_slots(self, spec: CacheSpec) -> int:
