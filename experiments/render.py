@@ -159,12 +159,20 @@ def figures(results: Results) -> dict[str, plots.plt.Figure]:
         for (model, question), chosen in matrices(cells).items()
     }
     front = [cell for cell in cells if (cell.model, cell.task, cell.tokens, cell.question) == FRONT]
+    model, task = LENGTHS
+    panels = {
+        case.tokens: few_bits_curves(rows)
+        for case, rows in few_bits_cases(results.rows).items()
+        if (case.model, case.task) == LENGTHS
+    }
     return pictures | {
         "score_by_bytes.png": result_figures.score_by_bytes(front, SYSTEMS.values()),
+        "score_by_length.png": result_figures.score_by_length(panels, f"{model}, {task}, asked after compression"),
     }
 
 
 FRONT = ("smollm2-135m", "facts", 1024, "unseen")  # model, task, tokens and question of the picture of README
+LENGTHS = ("qwen2.5-coder-0.5b", "facts")  # model and task of the picture by length
 # Models of README: one that gives its picture, one that loses nothing, and the one that loses most.
 MODELS = {"smollm2-135m": "SmolLM2-135M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B", "gemma-3-270m": "Gemma 3 270M"}
 
@@ -440,7 +448,7 @@ def few_bits_table(argument: str, results: Results) -> str:
 
 
 def few_bits_difference(rows: Sequence[Row], budget: str, kv_dtype: str) -> Estimate | None:
-    """Returns the score of `auto` minus that of all tokens in few bits, paired by document.
+    """Returns the difference of the scores of `auto` and all tokens in few bits, paired by document.
 
     Args:
         rows: rows of one task.

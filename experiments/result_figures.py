@@ -229,7 +229,8 @@ def score_by_length(panels: Mapping[int, Mapping[str, Sequence[Line]]], title: s
             bars = np.nan_to_num(np.stack([values - low, high - values])).clip(0)
             marker = "s" if len(points) == 1 else "o-"
             axes.errorbar(held, values, bars, fmt=marker, color=colors[name], label=name, capsize=2, elinewidth=0.8)
-        documents = max(line.documents for lines in curves.values() for line in lines)
+        counts = sorted({line.documents for lines in curves.values() for line in lines})
+        documents = " to ".join(str(one) for one in dict.fromkeys((counts[0], counts[-1])))
         axes.set(xscale="log", xlim=(2.7, 125), ylim=(-0.04, 1.06))
         axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS], fontsize=8)
         axes.minorticks_off()

@@ -159,7 +159,7 @@ def test_the_picture_by_length_has_a_panel_per_length(few_bits):
         ["full cache", "all tokens in few bits"],
     ]
     figure = result_figures.score_by_length(curves, "title")
-    assert [axes.get_title() for axes in figure.axes] == ["100 tokens, 6 texts", "200 tokens, 6 texts"]
+    assert [axes.get_title() for axes in figure.axes] == ["100 tokens, 4 to 6 texts", "200 tokens, 6 texts"]
 
 
 def test_all_settings_of_a_length(few_bits):
