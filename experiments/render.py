@@ -23,6 +23,7 @@ from experiments.common.console import markdown_table
 from experiments.common.flags import Flags, run_command
 from experiments.common.output import figure_table
 from experiments.common.rows import Row, read_rows
+from experiments.common.statistics import Estimate
 from experiments.result_figures import Cell
 from experiments.tasks import RULER
 
@@ -74,6 +75,13 @@ PARTS = {
     "heads, map and few bits: `auto`": ("auto", None, None),
 }
 FEW_HEADS = ("gemma-3-270m",)  # models whose caches have 4 bits from 20% of the bytes on, as those of `auto`
+FEW_BITS = {"int8": "8 bits", "int4": "4 bits", "int3": "3 bits", "int2": "2 bits"}  # formats of the full cache
+AUTO_BUDGETS = ("25%", "12.5%", "6.25%", "3.125%")  # that are compared with them
+SUMMARY_PAIRS = (
+    ("25%", "int4"),
+    ("12.5%", "int3"),
+    ("12.5%", "int2"),
+)  # next to each other in bytes
 PARTS_SEED = 2  # of the documents of which all parts were measured
 CSV_COLUMNS = (
     "model", "task", "tokens", "question", "dtype", "metric", "setting", "held", "question_and_answer", "read",
@@ -86,6 +94,15 @@ class Options(Flags):
     """Options of the renderer."""
 
     output_dir: str = str(ROOT)  # Directory like the checkout, to which pages and pictures are written.
+
+
+class FewBitsCase(NamedTuple):
+    """A task whose rows compare `auto` with all tokens in few bits."""
+
+    model: str
+    task: str
+    tokens: int
+    dtype: str
 
 
 class Results(NamedTuple):
@@ -129,8 +146,7 @@ def render(page: str, results: Results) -> str:
     def block(match: re.Match[str]) -> str:
         name, _, argument = match[2].partition(" ")
         text = BLOCKS[name](argument, results)
-        # A paragraph needs no empty lines around it.
-        return f"{match[1]}{text}\n{match[3]}" if BLOCKS[name] is headline else f"{match[1]}\n{text}\n{match[3]}"
+        return f"{match[1]}{text}\n{match[3]}" if BLOCKS[name] in PARAGRAPHS else f"{match[1]}\n{text}\n{match[3]}"
 
     return MARKERS.sub(block, page)
 
@@ -143,10 +159,20 @@ def figures(results: Results) -> dict[str, plots.plt.Figure]:
         for (model, question), chosen in matrices(cells).items()
     }
     front = [cell for cell in cells if (cell.model, cell.task, cell.tokens, cell.question) == FRONT]
-    return pictures | {"score_by_bytes.png": result_figures.score_by_bytes(front, SYSTEMS.values())}
+    model, task = LENGTHS
+    panels = {
+        case.tokens: few_bits_curves(rows)
+        for case, rows in few_bits_cases(results.rows).items()
+        if (case.model, case.task) == LENGTHS
+    }
+    return pictures | {
+        "score_by_bytes.png": result_figures.score_by_bytes(front, SYSTEMS.values()),
+        "score_by_length.png": result_figures.score_by_length(panels, f"{model}, {task}, asked after compression"),
+    }
 
 
 FRONT = ("smollm2-135m", "facts", 1024, "unseen")  # model, task, tokens and question of the picture of README
+LENGTHS = ("qwen2.5-coder-0.5b", "facts")  # model and task of the picture by length
 # Models of README: one that gives its picture, one that loses nothing, and the one that loses most.
 MODELS = {"smollm2-135m": "SmolLM2-135M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B", "gemma-3-270m": "Gemma 3 270M"}
 
@@ -340,6 +366,30 @@ def settings_table(argument: str, results: Results) -> str:
     return markdown_table(("", "held", "value", "minus the full cache"), lines)
 
 
+def lengths_table(argument: str, results: Results) -> str:
+    """Returns scores of all settings of the tasks of one model and length: `MODEL, TOKENS`."""
+    model, tokens = argument.split(", ")
+    chosen = [
+        row for row in results.rows if (row.model, row.tokens) == (model, int(tokens)) and row.question == FRONT[3]
+    ]
+    by_task = {
+        task: {line.setting: line for line in _lines([row for row in chosen if row.task == task])}
+        for task in dict.fromkeys(row.task for row in chosen)
+    }
+    solved = {task: lines for task, lines in by_task.items() if lines[caches.FULL].mean is not None}
+    held = {setting: line.held for lines in reversed(solved.values()) for setting, line in lines.items()}
+    table = [
+        (
+            setting,
+            f"{held[setting]:.1%}",
+            *(_with_difference(lines[setting]) if setting in lines else "-" for lines in solved.values()),
+        )
+        for setting in sorted(held, key=lambda one: (-held[one], one))
+    ]
+    documents = {task: lines[caches.FULL].documents for task, lines in solved.items()}
+    return markdown_table(("", "held", *(f"`{task}` ({count})" for task, count in documents.items())), table)
+
+
 def parts_table(_: str, results: Results) -> str:
     """Returns the scores of the parts of `auto` on `facts`, with paired differences to the full cache."""
     measured = *FRONT, "float32", PARTS_SEED
@@ -366,6 +416,84 @@ def _with_difference(line: summarize.Line) -> str:
     """Returns the score of a line, and the difference to the full cache."""
     assert line.mean is not None
     return f"{line.mean.value:.2f}" + ("" if line.difference is None else f" ({line.difference.fixed('+', 2)})")
+
+
+def few_bits_cases(rows: Iterable[Row]) -> dict[FewBitsCase, list[Row]]:
+    """Returns the rows with the question unseen of every task that the full cache answers in few bits."""
+    found: dict[FewBitsCase, list[Row]] = {}
+    for row in rows:
+        if row.is_of_text and row.question == FRONT[3]:
+            found.setdefault(FewBitsCase(row.model, row.task, row.tokens, row.dtype), []).append(row)
+    has_few_bits = {
+        case: {row.kv_dtype for row in of_case if row.policy == caches.FULL} for case, of_case in found.items()
+    }
+    return {case: found[case] for case in sorted(found) if has_few_bits[case] & FEW_BITS.keys()}
+
+
+def few_bits_table(argument: str, results: Results) -> str:
+    """Returns scores of all tokens in few bits, and what `auto` answers more, paired by document: `TASK,TASK`."""
+    lines = []
+    for case, rows in few_bits_cases(results.rows).items():
+        by_setting = {line.setting: line for line in _lines(rows)}
+        for kv_dtype, name in FEW_BITS.items():
+            line = by_setting.get(f"{caches.FULL}, {kv_dtype}")
+            if line is None or line.mean is None or case.task not in argument.split(","):
+                continue
+            differences = [few_bits_difference(rows, budget, kv_dtype) for budget in AUTO_BUDGETS]
+            label = f"{MODELS.get(case.model, case.model)}, `{case.task}`, {case.tokens:,}"
+            shown = ("-" if one is None else one.fixed("+") for one in differences)
+            lines.append((label, name, f"{line.held:.1%}", f"{line.mean.value:.2f}", *shown, str(line.documents)))
+    columns = ["", "all tokens in", "held", "score", *(f"`auto` {one} minus it" for one in AUTO_BUDGETS), "documents"]
+    return markdown_table(columns, lines)
+
+
+def few_bits_difference(rows: Sequence[Row], budget: str, kv_dtype: str) -> Estimate | None:
+    """Returns the difference of the scores of `auto` and all tokens in few bits, paired by document.
+
+    Args:
+        rows: rows of one task.
+        budget: budget of `auto`.
+        kv_dtype: format of the full cache.
+
+    Returns:
+        The difference; None without common questions, or if `auto` holds more bytes.
+    """
+    settings = f"auto @ {budget}", f"{caches.FULL}, {kv_dtype}"
+    of_auto, few = ([row for row in rows if row.setting == setting] for setting in settings)
+    pair = summarize.paired_differences(of_auto, few, sorted({row.task for row in rows}))
+    if pair is None:
+        return None
+    of_auto_held, few_held = (sum(row.cache_fraction for row in part) / len(part) for part in (of_auto, few))
+    return pair if of_auto_held <= few_held else None
+
+
+def few_bits_summary(_: str, results: Results) -> str:
+    """Returns the sentence of README that compares `auto` with all tokens in few bits."""
+    of_task = [rows for case, rows in few_bits_cases(results.rows).items() if case.task == FRONT[1]]
+    parts = []
+    for budget, kv_dtype in SUMMARY_PAIRS:
+        found = [few_bits_difference(rows, budget, kv_dtype) for rows in of_task]
+        pairs = [one for one in found if one is not None]
+        values = sorted(one.value for one in pairs)
+        clear = f"{sum(one.low > 0 for one in pairs)} of {len(pairs)}"
+        span = " to ".join(dict.fromkeys(f"{one:+.2f}" for one in (values[0], values[-1])))
+        parts.append(f"{budget} minus {FEW_BITS[kv_dtype]} {span} ({clear})")
+    text = "Share of answers, `auto` minus few bits, by model and length (95% intervals above zero): "
+    return textwrap.fill(f"{text}{', '.join(parts)}.", 120)
+
+
+def few_bits_curves(rows: Sequence[Row]) -> dict[str, list[summarize.Line]]:
+    """Returns the curves of the picture by length: the full cache, `auto`, few bits, and kvpress's presses."""
+    curves: dict[str, list[summarize.Line]] = {}
+    for line in _lines(rows):
+        policy, _, kv_dtype = line.setting.partition(", ")
+        policy, _, budget = policy.partition(" @ ")
+        if policy == caches.FULL:
+            curves.setdefault("all tokens in few bits" if kv_dtype else "full cache", []).append(line)
+        elif (policy == "auto" and budget in AUTO_BUDGETS) or policy.startswith("kvpress "):
+            curves.setdefault(policy, []).append(line)
+    order = ("full cache", "auto", "all tokens in few bits")
+    return {name: curves[name] for name in (*order, *sorted(curves.keys() - set(order))) if name in curves}
 
 
 def kvpress_table(_: str, results: Results) -> str:
@@ -510,6 +638,9 @@ BLOCKS: Mapping[str, Callable[[str, Results], str]] = {
     "unsolved": unsolved_tasks,
     "settings": settings_table,
     "parts": parts_table,
+    "few_bits": few_bits_table,
+    "few_bits_summary": few_bits_summary,
+    "lengths": lengths_table,
     "kvpress": kvpress_table,
     "papers": papers_tables,
     "uniform": uniform_table,
@@ -517,6 +648,7 @@ BLOCKS: Mapping[str, Callable[[str, Results], str]] = {
     "figures": figures_table,
     "device": device_table,
 }
+PARAGRAPHS = (headline, few_bits_summary)  # blocks that need no empty lines around them
 
 
 def intervals(rows: Sequence[Row]) -> str:

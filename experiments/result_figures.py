@@ -1,7 +1,9 @@
-"""Pictures of results: a matrix of policies and tasks per model, and score against bytes."""
+"""Pictures of results: a matrix of policies and tasks per model, and score against bytes, also by length."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from experiments.common import plots
 from experiments.summarize import Line
@@ -204,6 +206,43 @@ def score_by_bytes(cells: Sequence[Cell], systems: Iterable[str]) -> plt.Figure:
         axes.set_title(title, fontsize=10, loc="left")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def score_by_length(panels: Mapping[int, Mapping[str, Sequence[Line]]], title: str) -> plt.Figure:
+    """Draws the scores of one task against the bytes that the caches hold, with a panel per length of the text.
+
+    Args:
+        panels: by length, the lines of every curve by name.
+        title: title of the picture.
+
+    Returns:
+        The figure. Bars are 95% intervals over documents.
+    """
+    names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
+    colors = dict(zip(names, ("black", "#1f5fa8", "#c2513f", "#1b8a5a", "0.55"), strict=False))
+    figure, columns = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.6), sharey=True, squeeze=False)
+    for axes, (tokens, curves) in zip(columns[0], sorted(panels.items()), strict=True):
+        for name, lines in curves.items():
+            points = sorted((100 * line.held, *line.mean) for line in lines if line.mean)
+            held, values, low, high = np.asarray(points).T
+            bars = np.nan_to_num(np.stack([values - low, high - values])).clip(0)
+            marker = "s" if len(points) == 1 else "o-"
+            axes.errorbar(held, values, bars, fmt=marker, color=colors[name], label=name, capsize=2, elinewidth=0.8)
+        counts = sorted({line.documents for lines in curves.values() for line in lines})
+        documents = " to ".join(str(one) for one in dict.fromkeys((counts[0], counts[-1])))
+        axes.set(xscale="log", xlim=(2.7, 125), ylim=(-0.04, 1.06))
+        axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS], fontsize=8)
+        axes.minorticks_off()
+        axes.set_title(f"{tokens:,} tokens, {documents} texts", fontsize=9)
+        axes.set_xlabel("bytes, % of the full cache's", fontsize=9)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    columns[0][0].set_ylabel("share of right answers", fontsize=9)
+    handles = {name: one for axes in columns[0] for one, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    columns[0][-1].legend(handles.values(), handles.keys(), fontsize=8, loc="lower right")
+    figure.suptitle(title, fontsize=10, x=0.02, ha="left")
+    figure.tight_layout()
     return figure
 
 

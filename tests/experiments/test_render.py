@@ -1,5 +1,6 @@
 """Tables and pictures of README and of the results' pages."""
 
+import dataclasses
 import json
 
 import pytest
@@ -116,6 +117,58 @@ def test_the_picture_has_labels_beside_its_points(cells):
     texts = [text.get_text() for text in result_figures.score_by_bytes(cells, ["Chelsea"]).axes[0].texts]
     assert {"full cache", "auto", "kvpress KVzip", "Chelsea 0.00", "Chelsea 1.00"} <= set(texts)
     assert any("profile" in text for text in texts) and any("published" in text for text in texts)
+
+
+@pytest.fixture
+def few_bits():
+    """Rows of six texts: `auto` at 25% is right where 4 bits are, and in three texts where 2 bits are wrong."""
+    return [
+        *rows_of("exact", "facts", [1.0] * 6, **sized(1.0)),
+        *rows_of("exact", "facts", [1.0] * 6, **sized(0.27, kv_dtype="int4")),
+        *rows_of("exact", "facts", [0.0] * 3 + [1.0] * 3, **sized(0.14, kv_dtype="int2")),
+        *rows_of("auto", "facts", [1.0] * 6, **sized(0.25)),
+        *rows_of("auto", "facts", [0.5] * 4, **sized(0.125, budget="12.5%")),  # fewer texts: the pairs count
+        *rows_of("auto", "facts", [0.0] * 6, **sized(0.25, question="seen", tail_fraction=None)),
+        *rows_of("exact", "other", [1.0] * 6, **sized(1.0)),  # without few bits
+    ]
+
+
+def test_auto_is_compared_with_few_bits_by_pairs(few_bits):
+    header, _, four, two = render.few_bits_table("facts,other", render.Results(few_bits, [])).splitlines()
+    assert header.count("minus it") == len(render.AUTO_BUDGETS)
+    assert four.startswith("| m, `facts`, 100 | 4 bits | 27.0% | 1.00 | +0.00 [+0.00, +0.00] | -0.50 ")
+    assert two.startswith("| m, `facts`, 100 | 2 bits | 14.0% | 0.50 | - | +0.25 ")  # at 25%, `auto` has more bytes
+    assert four.endswith("| - | - | 6 |")
+
+
+def test_the_sentence_about_few_bits(few_bits, monkeypatch):
+    """Six texts and 4 bits, four texts and 2 bits; of another length, 2 bits are right everywhere."""
+    monkeypatch.setattr(render, "SUMMARY_PAIRS", (("25%", "int4"), ("12.5%", "int2")))
+    longer = [dataclasses.replace(one, tokens=200, score=1.0) for one in few_bits if one.budget != "25%"]
+    text = " ".join(render.few_bits_summary("", render.Results([*few_bits, *longer], [])).split())
+    assert text.endswith("25% minus 4 bits +0.00 (0 of 1), 12.5% minus 2 bits +0.00 to +0.25 (0 of 2).")
+
+
+def test_the_picture_by_length_has_a_panel_per_length(few_bits):
+    longer = [dataclasses.replace(one, tokens=200) for one in few_bits if one.policy != "auto"]
+    cases = render.few_bits_cases([*few_bits, *longer])
+    assert [case.tokens for case in cases] == [100, 200]
+    curves = {case.tokens: render.few_bits_curves(rows) for case, rows in cases.items()}
+    assert [list(one) for one in curves.values()] == [
+        ["full cache", "auto", "all tokens in few bits"],
+        ["full cache", "all tokens in few bits"],
+    ]
+    figure = result_figures.score_by_length(curves, "title")
+    assert [axes.get_title() for axes in figure.axes] == ["100 tokens, 4 to 6 texts", "200 tokens, 6 texts"]
+
+
+def test_all_settings_of_a_length(few_bits):
+    header, _, *lines = render.lengths_table("m, 100", render.Results(few_bits, [])).splitlines()
+    assert header == "|  | held | `facts` (6) | `other` (6) |"
+    assert lines[0] == "| exact | 100.0% | 1.00 | 1.00 |" and lines[-1].startswith(
+        "| auto @ 12.5% | 12.5% | 0.50 (-0.50"
+    )
+    assert len(lines) == 5 and all(line.endswith("| - |") for line in lines[1:])
 
 
 def test_blocks_of_figures(tmp_path, monkeypatch):
