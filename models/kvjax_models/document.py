@@ -49,7 +49,7 @@ class AskOptions(AnswerOptions, total=False):
     answer_start: str
 
 
-FORMAT = 2  # of saved documents, increased with every change of the entries or their meaning
+FORMAT = 3  # of saved documents, increased with every change of the entries or their meaning
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
