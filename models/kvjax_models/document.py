@@ -19,7 +19,6 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import kvjax
-from kvjax.budget import Budget
 from kvjax.cache import with_counters
 from kvjax.messages import shorten
 from kvjax.policy import Policy, policy_of
@@ -28,6 +27,7 @@ from kvjax.spec import check_integer
 from kvjax_models import compile_cache
 from kvjax_models.engine import Engine, seed_of_prompt
 from kvjax_models.fingerprint import tokenizer_fingerprint
+from kvjax_models.generation.auto_policy import Auto, AutoHeads
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import GREEDY, Sampling, SamplingOptions
 from kvjax_models.generation.saved_states import describe_model
@@ -379,9 +379,9 @@ class Document:
         notes = {
             "cache": {
                 "policy": _describe_choice(cache.policy, generator.policies[-1]),
-                "budget": None if cache.budget is None else str(Budget.of(cache.budget)),
+                "budget": None if cache.budget is None else str(cache.budget),
                 "kv_dtype": cache.kv_dtype,
-                "heads": None if isinstance(cache.heads, Profile) else cache.heads,
+                "heads": _describe_heads(cache.heads),
                 "allow_beyond_context": cache.allow_beyond_context,
             },
             "policies": [kvjax.describe(policy) for policy in distinct],
@@ -443,10 +443,15 @@ class Document:
 
 
 def _describe_choice(policy: Any, resolved: Policy) -> Any:
-    """Returns a policy as JSON: as text if it was chosen by text, otherwise its settings."""
-    if isinstance(policy, str | PolicyChoice):
+    """Returns a policy as JSON: as text if it was chosen by name, otherwise its settings."""
+    if isinstance(policy, Auto | PolicyChoice):
         return str(policy)
     return kvjax.describe(policy if isinstance(policy, Policy) else resolved)
+
+
+def _describe_heads(heads: Any) -> Any:
+    """Returns budgets of heads as JSON. A profile is not stored, because the document's policies have its shares."""
+    return str(heads) if isinstance(heads, AutoHeads) else None if isinstance(heads, Profile) else heads
 
 
 def check_empty(directory: str | os.PathLike) -> None:
