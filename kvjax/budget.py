@@ -90,7 +90,8 @@ class Budget:
         if isinstance(budget, Budget):
             return budget
         if isinstance(budget, int | np.integer) and not isinstance(budget, bool):
-            return cls.parse(f"{budget} slots")
+            text = f"{budget} slots"
+            return cls(text, slots=int(budget)) if budget > 0 else cls.parse(text)
         return cls.parse(str(budget))
 
     def warn_if_small(self, spec: CacheSpec, tokens: int) -> None:

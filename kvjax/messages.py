@@ -30,6 +30,12 @@ def did_you_mean(name: Any, names: Iterable[str]) -> str:
     return f"did you mean {similar[0]!r}? " if similar else ""
 
 
+def unknown_policy(name: Any, names: Iterable[str]) -> str:
+    """Describes an error: the name of a policy that is none of the valid names."""
+    names = sorted(names)
+    return f"policy {shorten(name)} is unknown; {did_you_mean(name, names)}choose one of {', '.join(names)}"
+
+
 def describe_os_error(error: OSError) -> str:
     """Returns an error of the operating system as a sentence that begins with the file."""
     if error.filename is None or error.strerror is None:

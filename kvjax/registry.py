@@ -3,7 +3,7 @@
 import ast
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from kvjax.budget import LARGE_BUDGET, Budget, fit_bytes, fit_share
@@ -11,7 +11,7 @@ from kvjax.combinators.ada_kv import AdaKV
 from kvjax.combinators.by_layer import FirstLayers
 from kvjax.combinators.head_budgets import HeadBudgets, Shares, load_shares
 from kvjax.combinators.host_memory import HostMemory
-from kvjax.messages import describe_os_error, did_you_mean, shorten
+from kvjax.messages import describe_os_error, did_you_mean, shorten, unknown_policy
 from kvjax.methods import table
 from kvjax.methods.exact.exact import Exact
 from kvjax.methods.top_k.top_k_policy import TopKPolicy
@@ -31,9 +31,6 @@ POLICIES = {name: _TABLE[name] for name in in_order(set(_TABLE))}
 
 # Settings of any policy in text, which put a combinator around it.
 _COMBINATOR_SETTINGS = ("full_layers", "host_steps", "alpha_safeguard", "heads")
-
-# The policy `auto`, whose settings `kvjax_models` completes for a model and a budget.
-_AUTO = "kvzap:heads=auto"
 
 
 def register(name: str, policy_class: PolicyClass) -> PolicyClass:
@@ -68,28 +65,22 @@ class PolicyChoice:
     """A registered policy by name, with settings and possibly a budget.
 
     Every policy takes its own settings and `full_layers=n` (`FirstLayers` with a full cache). Retrieval policies take
-    `host_steps=R` (`HostMemory`), top-k policies `alpha_safeguard=x` (`AdaKV`), policies with a budget `heads=auto` or
-    `heads=FILE` (`HeadBudgets` with the shares of a model's profile, or of a file).
+    `host_steps=R` (`HostMemory`), top-k policies `alpha_safeguard=x` (`AdaKV`), policies with a budget `heads=FILE`
+    (`HeadBudgets` with the shares of a file) or, as a value, shares.
 
     Attributes:
         name: the registered name.
         settings: pairs of a setting and its value.
         budget: the budget, if it is part of the text.
-        shares: shares of the KV heads, with which `heads=auto` is replaced.
-        is_auto: whether the text is `auto`, whose further settings `kvjax_models` chooses for a model and a budget.
     """
 
     name: str
     settings: tuple[tuple[str, Any], ...] = ()
     budget: Budget | None = None
-    shares: Shares | None = None
-    is_auto: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "PolicyChoice":
         """Parses `NAME`, `NAME:setting=value,...` and either with `@BUDGET`.
-
-        `auto` is the policy that the documentation recommends: KVzap in all but the retrieving heads.
 
         Returns:
             The choice.
@@ -97,38 +88,23 @@ class PolicyChoice:
         Raises:
             ValueError: if the policy, a setting, a value or the budget is invalid.
         """
-        description, _, budget = text.partition("@")
-        name, _, settings_text = (_AUTO if description == "auto" else description).partition(":")
+        return cls.create(*split_policy(text))
+
+    @classmethod
+    def create(cls, name: str, settings: Mapping[str, Any], budget: Budget | None) -> "PolicyChoice":
+        """Returns a choice whose settings are checked; see `parse`."""
         if name not in POLICIES:
-            suggestion = did_you_mean(name, ["auto", *POLICIES])
-            raise ValueError(
-                f"policy {shorten(name)} is unknown; {suggestion}choose auto or one of {', '.join(sorted(POLICIES))}"
-            )
-        settings = []
-        for part in filter(None, re.split(r",(?![^(]*\))", settings_text)):
-            key, equals, value = part.partition("=")
-            if not equals:
-                raise ValueError(f"policy {shorten(text)}: {shorten(part)} must have the form setting=value")
-            settings.append((key, parse_value(value)))
-        size = Budget.parse(budget) if budget else None
-        choice = cls(name, tuple(settings), size, is_auto=description == "auto")
+            raise ValueError(unknown_policy(name, POLICIES))
+        choice = cls(name, tuple(settings.items()), budget)
         if budget and not choice.takes_budget:
-            raise ValueError(f"policy {shorten(text)}: {name} keeps everything and takes no budget")
-        choice.without_profile().make(LARGE_BUDGET)
+            raise ValueError(f"policy {shorten(str(choice))}: {name} keeps everything and takes no budget")
+        choice.make(LARGE_BUDGET)
         return choice
 
     @property
-    def needs_profile(self) -> bool:
-        """Whether the text has `heads=auto` and the shares are not known."""
-        return ("heads", "auto") in self.settings and self.shares is None
-
-    def with_shares(self, shares: Shares) -> "PolicyChoice":
-        """Returns the choice with the shares of a model's KV heads for `heads=auto`."""
-        return dataclasses.replace(self, shares=shares)
-
-    def without_profile(self) -> "PolicyChoice":
-        """Returns the choice without `heads=auto`: all heads get equal budgets."""
-        return dataclasses.replace(self, settings=tuple(pair for pair in self.settings if pair != ("heads", "auto")))
+    def policy_class(self) -> type[Policy]:
+        """The class of the policy, without combinators."""
+        return POLICIES[self.name]
 
     def with_settings(self, **settings: Any) -> "PolicyChoice":
         """Returns the choice with further settings; its present ones stay."""
@@ -137,7 +113,7 @@ class PolicyChoice:
     @property
     def takes_budget(self) -> bool:
         """Whether the policy has a budget (all but exact have one)."""
-        return "budget" in setting_types(POLICIES[self.name])
+        return "budget" in setting_types(self.policy_class)
 
     @property
     def variant(self) -> str | None:
@@ -146,7 +122,7 @@ class PolicyChoice:
 
     def __str__(self) -> str:
         text = f"{self.name}:{self.variant}" if self.settings else self.name
-        return ("auto" if self.is_auto else text) + (f"@{self.budget}" if self.budget else "")
+        return f"{text}@{self.budget}" if self.budget else text
 
     def make(self, budget: int | None = None) -> Policy:
         """Returns the policy.
@@ -160,8 +136,7 @@ class PolicyChoice:
         Raises:
             ValueError: if a setting is invalid; names it.
         """
-        policy_class = POLICIES[self.name]
-        types = setting_types(policy_class)
+        types = setting_types(self.policy_class)
         own: dict[str, Any] = {}
         combinators: dict[str, Any] = {}
         for key, value in self.settings:
@@ -172,30 +147,45 @@ class PolicyChoice:
                     f"{', '.join(known)}"
                 )
             (own if key in types else combinators)[key] = value
-        if combinators.get("heads") == "auto":
-            combinators["heads"] = self.shares
-            if self.shares is None:
-                raise ValueError("heads=auto needs a model's profile; use kvjax_models, or pass heads=FILE")
         if self.takes_budget:
             own["budget"] = self.budget.slots if budget is None and self.budget is not None else budget
         try:
-            return _combine(policy_class(**own), **combinators)
+            return _combine(self.policy_class(**own), **combinators)
         except (TypeError, ValueError, OSError) as error:
             reason = describe_os_error(error) if isinstance(error, OSError) else error
             raise ValueError(f"policy {shorten(str(self))[1:-1]}: {reason}") from error
 
-    def fit(self, spec: CacheSpec, tokens: int, *, allow_smallest: bool = False) -> Policy:
+    def fit(self, spec: CacheSpec, tokens: int) -> Policy:
         """Returns the policy for a cache.
 
         Args:
             spec: the cache's spec.
             tokens: tokens of the full cache that a fractional budget refers to.
-            allow_smallest: see `resolve_policy`.
 
         Returns:
             The policy.
         """
-        return self.make() if self.budget is None else _fit(self.make, self.budget, spec, tokens, allow_smallest)
+        return fit_policy(self, self.budget, spec, tokens)
+
+
+def split_policy(text: str) -> tuple[str, dict[str, Any], Budget | None]:
+    """Splits the text of a policy, see `PolicyChoice.parse`.
+
+    Returns:
+        The name, the settings and the budget, of which only the form is checked.
+
+    Raises:
+        ValueError: if a setting or the budget is malformed.
+    """
+    description, _, budget = text.partition("@")
+    name, _, settings_text = description.partition(":")
+    settings = {}
+    for part in filter(None, re.split(r",(?![^(]*\))", settings_text)):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"policy {shorten(text)}: {shorten(part)} must have the form setting=value")
+        settings[key] = parse_value(value)
+    return name, settings, Budget.parse(budget) if budget else None
 
 
 def parse_value(text: str) -> Any:
@@ -213,17 +203,11 @@ def _format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-AnyPolicy = str | PolicyChoice | Policy | Callable[..., Policy]
+PolicyValue = PolicyChoice | Policy | Callable[..., Policy]
+AnyPolicy = str | PolicyValue
 
 
-def resolve_policy(
-    policy: AnyPolicy,
-    budget: int | str | Budget | None,
-    spec: CacheSpec,
-    tokens: int,
-    *,
-    allow_smallest: bool = False,
-) -> Policy:
+def resolve_policy(policy: AnyPolicy, budget: int | str | Budget | None, spec: CacheSpec, tokens: int) -> Policy:
     """Returns the policy that fills a budget.
 
     Args:
@@ -233,7 +217,6 @@ def resolve_policy(
             reads at most as many) or bytes of a sequence over all layers ("64MiB"); None if the policy has one.
         spec: spec of the caches.
         tokens: tokens of the full cache that a fraction refers to.
-        allow_smallest: whether a fraction into which no cache fits gives the smallest one (`fit_share`).
 
     Returns:
         The policy.
@@ -241,27 +224,18 @@ def resolve_policy(
     Raises:
         ValueError: if `policy` or `budget` is invalid, missing, or given twice.
     """
-    size = check_policy(policy, budget)
-    if isinstance(policy, str):
-        policy = PolicyChoice.parse(policy)
-    if isinstance(policy, PolicyChoice):
-        if size is None or budget is None:
-            return policy.fit(spec, tokens, allow_smallest=allow_smallest)
-        return _fit(policy.make, size, spec, tokens, allow_smallest)
-    if isinstance(policy, Policy):
-        return policy
-    return policy() if size is None else _fit(policy, size, spec, tokens, allow_smallest)
+    return fit_policy(*policy_values(policy, budget), spec, tokens)
 
 
-def check_policy(policy: AnyPolicy, budget: int | str | Budget | None) -> Budget | None:
-    """Checks a policy and its budget, before the sizes of a cache are known.
+def policy_values(policy: AnyPolicy, budget: int | str | Budget | None) -> tuple[PolicyValue, Budget | None]:
+    """Turns a policy and its budget into values, and checks them before the sizes of a cache are known.
 
     Args:
         policy: as for `resolve_policy`.
         budget: as for `resolve_policy`.
 
     Returns:
-        The budget; None for a policy that needs none.
+        The policy without a budget in text, and the budget; None for a policy that needs none.
 
     Raises:
         ValueError: if `policy` or `budget` is invalid, missing, or given twice.
@@ -274,30 +248,53 @@ def check_policy(policy: AnyPolicy, budget: int | str | Budget | None) -> Budget
             raise ValueError(f"policy {policy} has a budget; remove it or budget={budget}")
         if not policy.takes_budget and budget is not None:
             raise ValueError(f"policy {policy} keeps everything and takes no budget; remove budget={budget}")
-        if policy.budget is not None or not policy.takes_budget:
-            return policy.budget
+        budget = policy.budget if budget is None else budget
+        policy = dataclasses.replace(policy, budget=None)
+        if not policy.takes_budget:
+            return policy, None
         name = f"policy {policy}"
     elif isinstance(policy, Policy):
         if budget is not None and isinstance(policy, Exact):
             raise ValueError(f"{policy} keeps everything and takes no budget; remove budget={budget}")
         if budget is not None:
             raise ValueError(f"{policy} has a budget; pass budget={budget} with its class or its name instead")
-        return None
+        return policy, None
     elif isinstance(policy, type) and issubclass(policy, Policy) and "budget" not in setting_types(policy):
         if budget is not None:
             raise ValueError(f"{policy.__name__} takes no budget; remove budget={budget}")
-        return None
+        return policy, None
     elif callable(policy):
         name = str(getattr(policy, "__name__", policy))
     else:
         raise TypeError(f"policy={shorten(policy)} must be a name, a class of policies or a policy")
     if budget is None:
         raise ValueError(f'{name} needs a budget: a share ("25%"), bytes ("64MiB") or slots (1024)')
-    return Budget.of(budget)
+    return policy, Budget.of(budget)
 
 
-def _fit(make: Callable[..., Policy], budget: Budget, spec: CacheSpec, tokens: int, allow_smallest: bool) -> Policy:
-    """Returns the policy of a budget in slots, a fraction or bytes."""
+def fit_policy(
+    policy: PolicyValue, budget: Budget | None, spec: CacheSpec, tokens: int, *, allow_smallest: bool = False
+) -> Policy:
+    """Returns the policy that fills a budget, of values that `policy_values` returned.
+
+    Args:
+        policy: the policy.
+        budget: the budget; None for a policy that needs none.
+        spec: spec of the caches.
+        tokens: tokens of the full cache that a fraction refers to.
+        allow_smallest: whether a fraction into which no cache fits gives the smallest one (`fit_share`).
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: if the policy does not fit into the budget.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    make = policy.make if isinstance(policy, PolicyChoice) else policy
+    if budget is None:
+        return make()
     if budget.slots is not None:
         return make(budget.slots)
     try:

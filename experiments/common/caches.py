@@ -11,10 +11,11 @@ import kvjax
 from kvjax.budget import Budget, abstract_cache, row_bytes, row_read_bytes
 from kvjax.policy import Policy
 from kvjax.quantization import KVDtype
-from kvjax.registry import PolicyChoice, resolve_policy
+from kvjax.registry import resolve_policy
 from kvjax_models import LanguageModel
 from kvjax_models.cache import CachedModel
 from kvjax_models.document import Document
+from kvjax_models.generation.auto_policy import NamedPolicy
 from kvjax_models.generation.generator import Generator
 
 REFERENCE_DTYPE = jnp.bfloat16  # dtype of the full cache that budgets and fractions refer to
@@ -86,7 +87,7 @@ def parse_settings(
     """
     settings = []
     for text in policies:
-        choice = PolicyChoice.parse(text)
+        choice = NamedPolicy.parse(text)
         name = text.partition("@")[0]  # as it was written, because names identify rows
         parsed = [str(Budget.parse(budget)) for budget in budgets]
         sizes: Sequence[Any] = [str(choice.budget)] if choice.budget else parsed if choice.takes_budget else [None]

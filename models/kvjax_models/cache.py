@@ -24,13 +24,20 @@ from kvjax.budget import Budget, format_bytes, limited_bytes
 from kvjax.messages import shorten
 from kvjax.policy import Policy, policy_of
 from kvjax.quantization import KVDtype, parse_kv_dtype
-from kvjax.registry import AnyPolicy, PolicyChoice, check_policy, resolve_policy
+from kvjax.registry import PolicyChoice, PolicyValue, fit_policy
 from kvjax.spec import check_integer
 from kvjax_models import compile_cache
 from kvjax_models.document import Document, manifest
 from kvjax_models.engine import Collector, Completion, Engine, Usage, seed_of_prompt
 from kvjax_models.engine.answers import AnswerOptions, Answers, answer, check_n, stream
-from kvjax_models.generation.auto_policy import DEFAULT_BUDGET, Heads, check_heads, resolve_auto, resolve_windows
+from kvjax_models.generation.auto_policy import (
+    Auto,
+    AutoHeads,
+    CachePolicy,
+    HeadValues,
+    resolve_auto,
+    resolve_windows,
+)
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill_together import prefill_together
 from kvjax_models.generation.sampling import Sampling, SamplingOptions
@@ -70,7 +77,7 @@ _SUFFIX_BLOCK = 32
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CachedModel:
-    """A model with the options of its KV cache; `LanguageModel.cache` makes one.
+    """A model with the options of its KV cache; `LanguageModel.cache` makes one, with values in place of text.
 
     Attributes:
         llm: the model and its tokenizer.
@@ -93,32 +100,29 @@ class CachedModel:
     """
 
     llm: "LanguageModel"
-    policy: AnyPolicy = "exact"
-    budget: int | str | Budget | None = None
+    policy: CachePolicy
+    budget: Budget | None = None
     kv_dtype: KVDtypes = None
-    heads: Heads = None
+    heads: HeadValues = None
     allow_beyond_context: bool = False
     budget_dtype: jax.typing.DTypeLike | None = None
 
     def __post_init__(self) -> None:
-        """Checks the options as far as they do not depend on lengths.
+        """Checks the format.
 
         Raises:
-            ValueError: if an option is invalid, or two of them exclude each other.
-            TypeError: if `policy` is none.
+            ValueError: if it is none.
         """
-        policy = PolicyChoice.parse(self.policy) if isinstance(self.policy, str) else self.policy
-        is_auto = isinstance(policy, PolicyChoice) and policy.is_auto and policy.budget is None
-        check_policy(policy, DEFAULT_BUDGET if is_auto and self.budget is None else self.budget)
-        check_heads(policy, self.heads)
         if self.kv_dtype != "bfloat16":
             parse_kv_dtype(self.kv_dtype)
 
     def __repr__(self) -> str:
         """Returns the options."""
-        names = ("policy", "budget", "kv_dtype", "heads")
-        options = ((name, getattr(self, name)) for name in names)
-        return f"cache({', '.join(f'{name}={value!r}' for name, value in options if value is not None)})"
+        options: dict[str, Any] = {name: getattr(self, name) for name in ("policy", "budget", "kv_dtype", "heads")}
+        for name, value in options.items():
+            if isinstance(value, Auto | PolicyChoice | Budget | AutoHeads):
+                options[name] = str(value)
+        return f"cache({', '.join(f'{name}={value!r}' for name, value in options.items() if value is not None)})"
 
     # --- sequences with separate caches ---
 
@@ -427,22 +431,23 @@ class CachedModel:
             seed=seed,
         )
 
-    def _describe(self, policy: Policy) -> dict[str, Any]:
+    def _describe(self, resolved: Policy) -> dict[str, Any]:
         """Returns the options as JSON.
 
         Args:
-            policy: the policy that a function in place of a policy made.
+            resolved: the policy that a function in place of a policy made.
         """
-        choice = self.policy
-        if isinstance(choice, str | PolicyChoice):
-            described: Any = str(choice)
+        policy, heads = self.policy, self.heads
+        if isinstance(policy, Auto | PolicyChoice):
+            described: Any = str(policy)
         else:
-            described = kvjax.describe(choice if isinstance(choice, Policy) else policy)
+            described = kvjax.describe(policy if isinstance(policy, Policy) else resolved)
         return {
             "policy": described,
-            "budget": None if self.budget is None else str(Budget.of(self.budget)),
+            "budget": None if self.budget is None else str(self.budget),
             "kv_dtype": self.kv_dtype,
-            "heads": None if isinstance(self.heads, Profile) else self.heads,
+            # A profile is not stored, because the document's policies have its shares.
+            "heads": str(heads) if isinstance(heads, AutoHeads) else None if isinstance(heads, Profile) else heads,
             "allow_beyond_context": self.allow_beyond_context,
         }
 
@@ -486,7 +491,7 @@ class CachedModel:
         scorer = None
         if max_new_tokens > EXACT_SUFFIX_TOKENS:
             # Without a budget here, the policy has one.
-            budget = None if self.budget is None else EXACT_SUFFIX_TOKENS
+            budget = None if self.budget is None else Budget.of(EXACT_SUFFIX_TOKENS)
             streamed = dataclasses.replace(self, budget=budget, kv_dtype=reader.kv_dtype)
             generator = streamed.generator(max_prompt_tokens=1, max_new_tokens=max_new_tokens, streaming=True)
             policy, scorer = generator.policies[0], generator.scorer
@@ -533,7 +538,7 @@ class CachedModel:
         """
         max_prompt_tokens = max(max_prompt_tokens, 1)
         tokens = budget_tokens or max_prompt_tokens + max_new_tokens
-        policy, budget, kv_dtype = self._resolve(max_prompt_tokens, max_new_tokens, tokens, streaming)
+        policy, kv_dtype = self._resolve(max_prompt_tokens, max_new_tokens, tokens, streaming)
         sizes: dict[str, Any] = {
             "batch": batch,
             "max_prompt_tokens": max_prompt_tokens,
@@ -542,11 +547,10 @@ class CachedModel:
             "kv_dtype": kv_dtype,
         }
         specs = self._budget_specs(**sizes)
-        policy, budget = resolve_windows(policy, budget, specs)
+        size = resolve_windows(self.budget, specs)
         # The budget applies to layers without a sliding window; the others cache exactly their window.
         spec = dataclasses.replace(specs[0], window=None)
-        resolved = resolve_policy(policy, budget, spec, tokens, allow_smallest=True)
-        size = check_policy(policy, budget)
+        resolved = fit_policy(policy, size, spec, tokens, allow_smallest=True)
         is_short = (
             size is not None and size.fraction is not None and limited_bytes(resolved, spec) > size.limit(spec, tokens)
         )
@@ -565,7 +569,7 @@ class CachedModel:
 
     def _resolve(
         self, max_prompt_tokens: int, max_new_tokens: int, tokens: int, streaming: bool = False
-    ) -> tuple[AnyPolicy, int | str | Budget | None, KVDtypes]:
+    ) -> tuple[PolicyValue, KVDtypes]:
         """Replaces "auto" in policy and heads by settings for the model."""
         specs = self._budget_specs(
             batch=1, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, streaming=streaming

@@ -17,14 +17,13 @@ from jaxtyping import Float
 
 from kvjax.budget import Budget
 from kvjax.messages import shorten
-from kvjax.registry import AnyPolicy
 from kvjax_models import compile_cache, formats, known_models
 from kvjax_models import profile as profiles
 from kvjax_models.cache import CachedModel, KVDtypes, open_document
 from kvjax_models.document import Document
 from kvjax_models.formats.checkpoint import LoadOptions
 from kvjax_models.formats.tokenizer import Tokenizer
-from kvjax_models.generation.auto_policy import Heads
+from kvjax_models.generation.auto_policy import AnyPolicy, Heads, cache_options
 from kvjax_models.keywords import suggest_keywords
 from kvjax_models.model.llama import Llama
 from kvjax_models.model.quantized import WeightDtype
@@ -93,8 +92,13 @@ class LanguageModel:
 
         Returns:
             The model with a cache.
+
+        Raises:
+            ValueError: if an option is invalid, missing or given twice.
+            TypeError: if `policy` is none.
         """
-        return CachedModel(self, policy, budget, kv_dtype, heads, allow_beyond_context)
+        policy_value, size, head_values = cache_options(policy, budget, heads)
+        return CachedModel(self, policy_value, size, kv_dtype, head_values, allow_beyond_context)
 
     @suggest_keywords(CachedModel.generate)
     def generate(

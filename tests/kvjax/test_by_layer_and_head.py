@@ -154,11 +154,6 @@ def test_files_of_shares_are_a_setting_in_text(tmp_path):
     assert choice.make() == kvjax.HeadBudgets(kvjax.Uniform(140), shares)
 
 
-def test_the_shares_of_a_model_replace_auto():
-    choice = kvjax.PolicyChoice.parse("chelsea:heads=auto@400 slots")
-    assert choice.needs_profile and str(choice) == "chelsea:heads=auto@400 slots"
-    known = choice.with_shares(((1.0, 0.5),))
-    assert not known.needs_profile and known.make() == kvjax.HeadBudgets(kvjax.Chelsea(400), ((1.0, 0.5),))
-    assert choice.without_profile().make() == kvjax.Chelsea(400)
-    given = kvjax.PolicyChoice.parse("chelsea:compact_every=8")
-    assert given.with_settings(compact_every="4").make(400).compact_every == 8
+def test_shares_are_a_setting_of_a_choice():
+    choice = kvjax.PolicyChoice.parse("chelsea:compact_every=8").with_settings(compact_every=4, heads=((1.0, 0.5),))
+    assert choice.make(400) == kvjax.HeadBudgets(kvjax.Chelsea(400, compact_every=8), ((1.0, 0.5),))

@@ -70,10 +70,6 @@ EXACT, CHELSEA, QUEST = POLICIES["exact"], POLICIES["chelsea"], POLICIES["quest"
         ("clusterkv_residual:score_stddevs=-1.0@100 slots", "score_stddevs=-1.0"),
         ("quest:host_steps=-1@40 slots", "steps=-1"),
         ("quest:full_layers=-1@40 slots", "layers=-1 must be at least 0"),
-        (
-            "leverage_scores:heads=auto@64 slots",
-            "heads=auto needs a model's profile; use kvjax_models, or pass heads=FILE",
-        ),
         ("leverage_scores:heads=pyproject.toml@64 slots", "pyproject.toml is not a file of head shares"),
         ("leverage_scores:heads=absent.json@64 slots", "absent.json does not exist"),
     ],

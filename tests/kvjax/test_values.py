@@ -307,7 +307,7 @@ def test_a_small_budget_warns_once(budget, tokens, is_small):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("lru@10 slots", r"policy 'lru' is unknown; choose auto or one of .*subgen"),
+        ("lru@10 slots", r"policy 'lru' is unknown; choose one of .*subgen"),
         ("clusterkv_paper@10 slots", r"policy 'clusterkv_paper' is unknown; .*clusterkv, clusterkv_residual"),
         ("subgen:radius=2@100 slots", r"unknown setting 'radius'; subgen has .*recent"),
         ("subgen:budget=10@100 slots", r"unknown setting 'budget'"),

@@ -1,5 +1,7 @@
 """`policy="auto"` and `heads="auto"`: settings for a model and a budget."""
 
+import dataclasses
+
 import flax.nnx as nnx
 import numpy as np
 import pytest
@@ -9,10 +11,11 @@ from kvjax.budget import Budget
 from kvjax.combinators.head_budgets import retrieving_heads
 from kvjax.registry import PolicyChoice
 from kvjax_models.cli.generate import Generate
-from kvjax_models.generation.auto_policy import resolve_auto
+from kvjax_models.generation.auto_policy import Auto, AutoHeads, NamedPolicy, cache_options, resolve_auto
 from kvjax_models.generation.state import cache_specs
 from kvjax_models.model.llama import Llama
 from kvjax_models.profile import FRACTIONS, Profile
+from kvjax_models.saves import Saves
 from tests.models import tiny
 from tests.models.support import small_config
 
@@ -32,9 +35,13 @@ def make_profile(needs, scorer=np.zeros(0)):  # noqa: B008
 NEEDS = np.linspace(0.01, 0.9, LAYERS * KV_HEADS).reshape(LAYERS, KV_HEADS)
 
 
-def resolve(model, policy, budget=None, kv_dtype=None, tokens=1000, new=4, profile=None, **options):
+def resolve(model, policy, budget=None, kv_dtype=None, tokens=1000, new=4, profile=None, heads=None, **options):
     spec = cache_specs(model, batch=1, max_prompt_tokens=tokens - new, max_new_tokens=new, streaming=False)[0]
-    return resolve_auto(policy, budget, kv_dtype, spec, tokens, find_profile=lambda: profile, **options)
+    value, size, heads = cache_options(policy, budget, heads)
+    resolved, kv_dtype = resolve_auto(
+        value, size, kv_dtype, spec, tokens, heads=heads, find_profile=lambda: profile, **options
+    )
+    return resolved, size, kv_dtype
 
 
 @pytest.mark.parametrize(
@@ -53,7 +60,7 @@ def test_auto_stores_few_bits_and_all_tokens_of_some_heads(
     model, budget, kv_dtype, expected, full, compact_every, recent
 ):
     choice, resolved_budget, resolved_dtype = resolve(model, "auto", budget, kv_dtype, profile=make_profile(NEEDS))
-    assert resolved_dtype == expected and resolved_budget == ("25%" if budget is None else budget)
+    assert resolved_dtype == expected and resolved_budget == Budget.of("25%" if budget is None else budget)
     heads = [(LAYERS - 1, 1), (LAYERS - 1, 0), (LAYERS - 2, 1)][:full]
     options = {"reserve_decode_slots": True, "compact_every": compact_every}
     policy = kvjax.KVzap(200, recent=recent, **options)
@@ -73,7 +80,7 @@ def test_heads_of_retrieval_policies_read_equally(model):
     profile = make_profile(NEEDS)
     for text in ("clusterkv:heads=auto@25%", "quest:heads=auto,host_steps=4@25%", "infinigen:heads=auto@25%"):
         choice, *_ = resolve(model, text, profile=profile)
-        assert choice == PolicyChoice.parse(text.replace("heads=auto,", "").replace(":heads=auto", ""))
+        assert str(choice) == text.replace("heads=auto,", "").replace(":heads=auto", "").removesuffix("@25%")
     for heads in ("auto", profile):
         assert resolve(model, "clusterkv", "25%", heads=heads)[0].make(64) == kvjax.ClusterKV(64)
         assert resolve(model, kvjax.Quest, "25%", heads=heads)[0] is kvjax.Quest
@@ -100,7 +107,7 @@ def test_budgets_follow_the_needs_of_few_heads(model):
 
 def test_any_policy_takes_the_heads_of_a_profile(model):
     choice, budget, kv_dtype = resolve(model, "chelsea:heads=auto@25%", profile=make_profile(NEEDS))
-    assert (budget, kv_dtype) == (None, "int8")
+    assert (budget, kv_dtype) == (Budget.of("25%"), "int8")
     shares = make_profile(NEEDS).shares(0.485)  # of the tokens
     assert choice.make(100) == kvjax.HeadBudgets(kvjax.Chelsea(100, compact_every=16), shares)
     for heads in ("auto", make_profile(NEEDS)):
@@ -174,9 +181,8 @@ def test_a_format_that_the_heads_cannot_have_is_refused():
 
 
 def test_policies_without_heads_do_not_need_a_profile(model):
-    unchanged = (PolicyChoice.parse("snapkv@25%"), None, None)
-    assert resolve(model, *unchanged) == unchanged
-    assert resolve(model, "snapkv", 40) == ("snapkv", 40, None)
+    assert resolve(model, "snapkv@25%") == (PolicyChoice("snapkv"), Budget.of("25%"), None)
+    assert resolve(model, kvjax.SnapKV, 40) == (kvjax.SnapKV, Budget.of(40), None)
 
 
 def test_models_without_a_profile_have_equal_budgets(model):
@@ -194,7 +200,7 @@ def test_auto_stages_more_tokens_in_a_large_cache(model):
 def test_auto_uses_a_policy_that_streams_for_streamed_prompts(model):
     choice, *_ = resolve(model, "auto", "25%", profile=make_profile(NEEDS), streaming=True)
     policy = choice.make(100)
-    assert isinstance(policy.policy, kvjax.KVzap) and not policy.requires.entire_prompt and str(choice) == "auto"
+    assert isinstance(policy.policy, kvjax.KVzap) and not policy.requires.entire_prompt
 
 
 def test_later_tokens_of_a_long_generation_replace_tokens_of_the_prompt(model):
@@ -208,14 +214,77 @@ def test_later_tokens_of_a_long_generation_replace_tokens_of_the_prompt(model):
     [
         ("chelsea:heads=auto", "auto", "has heads; remove them or heads='auto'"),
         ("exact", "auto", "policy exact keeps everything; remove heads='auto'"),
+        ("exact:heads=auto", None, "policy exact keeps everything; remove heads='auto'"),
+        ("auto", SHARES, "policy auto has heads; remove them or heads="),
         ("chelsea", "all", "heads='all' must be 'auto', a profile, shares of the heads, or None"),
+        ("chelsea", 2, "heads=2 must be 'auto', a profile, shares of the heads, or None"),
+        ("auto:recent=4", None, "auto takes no settings; pass kvzap:heads=auto with them"),
     ],
 )
 def test_invalid_heads_are_refused(model, policy, heads, message):
     with pytest.raises(ValueError, match=message):
-        resolve(model, policy, "25%", heads=heads)
+        cache_options(policy, None if "exact:" in policy else "25%", heads)
 
 
 def test_kvjax_alone_has_no_profile():
-    with pytest.raises(ValueError, match="heads=auto needs a model's profile"):
-        PolicyChoice.parse("auto@25%").make(64)
+    with pytest.raises(ValueError, match="policy 'auto' is unknown"):
+        PolicyChoice.parse("auto@25%")
+    with pytest.raises(ValueError, match="heads=auto@25%: auto does not exist"):
+        PolicyChoice.parse("chelsea:heads=auto@25%")
+
+
+@pytest.mark.parametrize(
+    ("text", "policy", "budget", "heads"),
+    [
+        ("auto", Auto(), None, None),
+        ("auto@10%", Auto(), "10%", None),
+        ("exact", PolicyChoice("exact"), None, None),
+        ("snapkv:sinks=2@64 slots", PolicyChoice("snapkv", (("sinks", 2),)), 64, None),
+        ("chelsea:heads=auto", PolicyChoice("chelsea"), None, AutoHeads()),
+        ("chelsea:chunk=8,heads=auto@1MiB", PolicyChoice("chelsea", (("chunk", 8),)), "1MiB", AutoHeads()),
+    ],
+)
+def test_text_becomes_values(text, policy, budget, heads):
+    named, size = NamedPolicy.parse(text), None if budget is None else Budget.of(budget)
+    assert named == NamedPolicy(policy, size, heads) and str(named) == text
+    if size is None and text != "exact":
+        size = Budget.of("25%")
+        assert cache_options(text, None if text == "auto" else "25%", None) == (policy, size, heads)
+    assert cache_options(named, None if named.budget or text == "exact" else size, None) == (policy, size, heads)
+
+
+def test_no_text_is_parsed_after_the_options_are_values(monkeypatch):
+    monkeypatch.setattr("kvjax_models.profile.find_or_measure", lambda *_, **__: make_profile(NEEDS, scorer=None))
+    llm = tiny.make_llm(layers=LAYERS)
+    options = [("auto",), ("chelsea:heads=auto@25%",), ("snapkv", "25%"), ("exact",), (kvjax.Uniform, "900KiB")]
+    caches = [llm.cache(*one) for one in options]
+
+    def refuse(*_):
+        raise AssertionError("text is parsed")
+
+    monkeypatch.setattr(Budget, "parse", refuse)
+    monkeypatch.setattr(PolicyChoice, "parse", refuse)
+    monkeypatch.setattr("kvjax_models.generation.auto_policy.split_policy", refuse)
+    for cache in caches:
+        cache.tails(cache.document_generator(300, 8), 8)
+        assert dataclasses.replace(cache).generator(max_prompt_tokens=300, max_new_tokens=5000).row_bytes
+
+
+def test_a_saved_document_has_its_options(monkeypatch, tmp_path):
+    """Also one of version 0.4, whose options were text."""
+    monkeypatch.setattr("kvjax_models.profile.find_or_measure", lambda *_, **__: make_profile(NEEDS, scorer=None))
+    llm, notes = tiny.make_llm(layers=LAYERS), Saves.notes
+    texts = ["auto", "auto@50%", "snapkv:window_size=8@64 slots", "chelsea:recent=8,heads=auto@50%", "exact"]
+    for number, text in enumerate(texts):
+        cache = llm.cache(text)
+        cache.read("A text of some words.", max_new_tokens=8, chat=False).save(tmp_path / str(number))
+        old = {"policy": text, "budget": None, "heads": None}
+        for changes in ({}, old):
+
+            def saved(self, step, changes=changes):
+                saved = notes(self, step)
+                return saved | {"cache": saved["cache"] | changes}
+
+            monkeypatch.setattr(Saves, "notes", saved)
+            opened = llm.open(tmp_path / str(number)).cache
+            assert (opened.policy, opened.budget, opened.heads) == (cache.policy, cache.budget, cache.heads)

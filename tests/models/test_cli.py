@@ -269,7 +269,7 @@ def test_policies_lists_all_policies_and_settings(kvjax):
         ),
         (("download", "no_such"), "kvjax: model 'no_such' is unknown; choose one of smollm2-135m, gemma-3-270m"),
         (("chat", MODEL), "kvjax: this checkpoint has no chat template"),
-        (("policies", "no_such"), "kvjax: policy 'no_such' is unknown; choose auto or one of attention_matching"),
+        (("policies", "no_such"), "kvjax: policy 'no_such' is unknown; choose one of attention_matching, auto"),
         (("bench", MODEL, "--turns=0"), "kvjax: --context_tokens, --batch, --tokens and --turns must be at least 1"),
     ],
 )

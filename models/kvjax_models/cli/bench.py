@@ -7,11 +7,11 @@ import time
 import numpy as np
 
 from kvjax.budget import format_bytes
-from kvjax.registry import PolicyChoice
 from kvjax_models.cache import MAX_ROWS
 from kvjax_models.cli.options import ModelOptions, read_text, repeatable
 from kvjax_models.cli.output import write_output
 from kvjax_models.engine import Engine
+from kvjax_models.generation.auto_policy import NamedPolicy
 from kvjax_models.generation.state import check_seed
 from kvjax_models.language_model import LanguageModel
 
@@ -39,10 +39,10 @@ class Bench(ModelOptions):
         if self.batch > MAX_ROWS:
             raise ValueError(f"--batch={self.batch} must be at most {MAX_ROWS} rows")
         check_seed(self.seed)
-        choices = [PolicyChoice.parse("exact"), *map(self._parse, self.policy or ["auto"])]
+        choices = [NamedPolicy.parse("exact"), *map(self._parse, self.policy or ["auto"])]
         write_output(_table(self, measure(self, self.load(), list(dict.fromkeys(choices)))))
 
-    def _parse(self, text: str) -> PolicyChoice:
+    def _parse(self, text: str) -> NamedPolicy:
         """Returns a policy with the budget, unless it takes none and other policies do."""
         ignores_budget = "@" in text or not self.parse_policy(text, None).takes_budget
         return self.parse_policy(text, None if ignores_budget and len(self.policy) > 1 else self.budget)
@@ -59,7 +59,7 @@ class Measurement:
         turns: seconds per decode step in every turn.
     """
 
-    choice: PolicyChoice
+    choice: NamedPolicy
     engine: Engine
     prefill: float
     turns: list[float]
@@ -70,7 +70,7 @@ class Measurement:
         return statistics.median(self.turns)
 
 
-def measure(options: Bench, llm: LanguageModel, choices: list[PolicyChoice]) -> list[Measurement]:
+def measure(options: Bench, llm: LanguageModel, choices: list[NamedPolicy]) -> list[Measurement]:
     """Prefills one prompt with every policy, then decodes with the policies in turns.
 
     Args:

@@ -13,13 +13,12 @@ import simple_parsing
 
 from kvjax.budget import Budget, format_bytes
 from kvjax.quantization import KVDtype, KVFormats, parse_kv_dtype
-from kvjax.registry import PolicyChoice
 from kvjax_models import formats, language_model
 from kvjax_models.cache import CachedModel
 from kvjax_models.cli.output import write_status
 from kvjax_models.devices import Devices, initialize_processes, make_mesh
 from kvjax_models.formats import chat_template
-from kvjax_models.generation.auto_policy import DEFAULT_BUDGET
+from kvjax_models.generation.auto_policy import DEFAULT_BUDGET, NamedPolicy
 from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.state import check_seed
 from kvjax_models.model.quantized import WeightDtype
@@ -47,7 +46,7 @@ class ModelOptions:
         """The formats of keys and values."""
         return parse_kv_formats(self.kv_dtype)
 
-    def parse_policy(self, policy: str, budget: str | None) -> PolicyChoice:
+    def parse_policy(self, policy: str, budget: str | None) -> NamedPolicy:
         """Parses a policy with a budget, after running the policy module.
 
         Args:
@@ -55,22 +54,23 @@ class ModelOptions:
             budget: budget as a user writes it; None for the default.
 
         Returns:
-            The choice.
+            The policy with its budget.
 
         Raises:
             ValueError: if the policy or the budget is invalid, or the policy takes no further budget.
         """
         if self.policy_module is not None:
             run_policy_module(self.policy_module)
-        choice = parse_policy(policy, budget or DEFAULT_BUDGET)
+        choice, size = NamedPolicy.parse(policy), Budget.parse(budget or DEFAULT_BUDGET)
         if budget is not None and not choice.takes_budget:
             raise ValueError(
                 f"--budget={budget} has no effect on --policy={policy}, which keeps everything; pass another --policy "
                 "(`kvjax policies` lists them) or remove the budget"
             )
-        if budget is not None and "@" in policy:
+        if budget is not None and choice.budget is not None:
             raise ValueError(f"--policy={policy} has a budget; remove it or --budget={budget}")
-        return choice
+        has_size = choice.budget is not None or not choice.takes_budget
+        return choice if has_size else dataclasses.replace(choice, budget=size)
 
     def load(self) -> language_model.LanguageModel:
         """Loads the model onto the requested devices.
@@ -130,7 +130,7 @@ class GenerationOptions(ModelOptions):
         return {} if self.template_options is None else chat_template.parse_options(self.template_options)
 
     @property
-    def choice(self) -> PolicyChoice:
+    def choice(self) -> NamedPolicy:
         """The policy with its budget."""
         return self.parse_policy(self.policy, self.budget)
 
@@ -188,21 +188,6 @@ def run_policy_module(path: str) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
-
-
-def parse_policy(policy: str, budget: str) -> PolicyChoice:
-    """Parses a policy and adds a budget, unless the policy has one already or takes none.
-
-    Args:
-        policy: policy as a user writes it.
-        budget: budget as a user writes it.
-
-    Returns:
-        The policy with its budget.
-    """
-    choice = PolicyChoice.parse(policy)
-    default = Budget.parse(budget)
-    return dataclasses.replace(choice, budget=default) if choice.takes_budget and choice.budget is None else choice
 
 
 def repeatable(metavar: str) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import simple_parsing
 
-from kvjax.messages import did_you_mean, shorten
+from kvjax.messages import unknown_policy
 from kvjax.policy_docs import THEORY, docstrings
 from kvjax_models.cli.output import write_output
 
@@ -35,11 +35,7 @@ class Policies:
         elif self.name in policies:
             write_output(describe_policy(self.name))
         else:
-            suggestion = did_you_mean(self.name, ["auto", *policies])
-            raise ValueError(
-                f"policy {shorten(self.name)} is unknown; {suggestion}choose auto or one of "
-                f"{', '.join(sorted(policies))}"
-            )
+            raise ValueError(unknown_policy(self.name, ["auto", *policies]))
 
 
 def list_policies(policies: Mapping[str, str]) -> str:
@@ -62,12 +58,10 @@ def list_policies(policies: Mapping[str, str]) -> str:
 
 def describe_auto() -> str:
     """Describes `auto` for the command line, from the documentation of `auto_policy`."""
-    from kvjax.registry import PolicyChoice  # imports JAX, as below
-    from kvjax_models.generation import auto_policy
+    from kvjax_models.generation import auto_policy  # imports JAX, as below
 
     _, rules, steps, *_ = inspect.cleandoc(auto_policy.__doc__ or "").split("\n\n")
-    choice = PolicyChoice.parse("auto")
-    equivalent = f"It stands for {choice.name}:{choice.variant}, with settings for the model and the budget:"
+    equivalent = f"It stands for {auto_policy.POLICY}:heads=auto, with settings for the model and the budget:"
     return "\n".join(
         [
             "auto",

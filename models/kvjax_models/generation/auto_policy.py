@@ -1,4 +1,4 @@
-"""Resolves `policy="auto"`, `heads="auto"` and budgets in bytes for a model.
+"""The policy "auto" and `heads="auto"` as values, and their settings for a model and a budget.
 
 `auto` keeps every token in the heads that retrieve, which the model's profile names. In the others it keeps the tokens
 with the highest scores of the profile's linear map (KVzap). It reads a prompt once:
@@ -20,7 +20,7 @@ in fewer bits, keeps the dtype of the model, and the heads of retrieval policies
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax.numpy as jnp
 from absl import logging
@@ -28,20 +28,21 @@ from absl import logging
 import kvjax
 from kvjax.budget import Budget, format_bytes, row_bytes
 from kvjax.combinators.head_budgets import Shares
+from kvjax.messages import shorten, unknown_policy
 from kvjax.policy import Policy, setting_types
 from kvjax.quantization import FORMATS, KVDtype
-from kvjax.registry import POLICIES, AnyPolicy, PolicyChoice
+from kvjax.registry import POLICIES, PolicyChoice, PolicyValue, policy_values, split_policy
 from kvjax.spec import CacheSpec
 from kvjax_models.profile import Profile
 
 DEFAULT_BUDGET = "25%"
-# Policies of `auto` for the heads that do not retrieve, if the profile has no scorer for KVzap.
+# Policies of `auto` for the heads that do not retrieve, the latter two if the profile has no scorer for KVzap.
+POLICY = "kvzap"
 POLICY_WITHOUT_SCORER = "snapkv"
 STREAMING_POLICY_WITHOUT_SCORER = "chelsea"  # if prompts are streamed
 _SCALE_BITS = 16 / 64  # per stored number, for vectors of 64 dimensions
 
 KVFormat = KVDtype | tuple[KVDtype, KVDtype] | None
-Heads: TypeAlias = str | Profile | Shares | None
 
 # Smallest budget, as a fraction of a full bfloat16 cache, and the format of `policy="auto"`. Measured on SmolLM2-135M.
 _AUTO_FORMATS: tuple[tuple[float, KVFormat], ...] = ((0.2, "int8"), (0.05, "int4"), (0.0, ("int4", "int2")))
@@ -58,85 +59,189 @@ _RECENT_SHARE, _MAX_RECENT = 1 / 8, 128
 _LARGEST_RESERVE = 1 / 3
 
 
-def resolve_auto(
-    policy: AnyPolicy,
-    budget: int | str | Budget | None,
-    kv_dtype: KVFormat,
-    spec: CacheSpec,
-    tokens: int,
-    *,
-    heads: Heads = None,
-    streaming: bool = False,
-    find_profile: Callable[[], Profile | None],
-) -> tuple[AnyPolicy, int | str | Budget | None, KVFormat]:
-    """Replaces "auto" in a policy by settings for a model.
+@dataclasses.dataclass(frozen=True)
+class Auto:
+    """The policy "auto", whose settings follow from the model and the budget."""
+
+    def __str__(self) -> str:
+        return "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoHeads:
+    """Budgets of the KV heads by the profile of the model: `heads="auto"`."""
+
+    def __str__(self) -> str:
+        return "auto"
+
+
+HeadValues: TypeAlias = AutoHeads | Profile | Shares | None
+Heads: TypeAlias = HeadValues | Literal["auto"]
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedPolicy:
+    """A policy as text names it: `auto`, or a choice of `kvjax.PolicyChoice`, which may have `heads=auto`.
+
+    Attributes:
+        policy: the policy, without its budget.
+        budget: the budget, if it is part of the text.
+        heads: budgets of the heads, if the text has `heads=auto`.
+    """
+
+    policy: Auto | PolicyChoice
+    budget: Budget | None = None
+    heads: AutoHeads | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "NamedPolicy":
+        """Parses `auto`, `NAME`, `NAME:setting=value,...` and each of them with `@BUDGET`.
+
+        Returns:
+            The policy.
+
+        Raises:
+            ValueError: if the policy, a setting, a value or the budget is invalid.
+        """
+        name, settings, budget = split_policy(text)
+        if name == "auto":
+            if settings:
+                raise ValueError(f"policy {shorten(text)}: auto takes no settings; pass {POLICY}:heads=auto with them")
+            return cls(Auto(), budget)
+        if name not in POLICIES:
+            raise ValueError(unknown_policy(name, ["auto", *POLICIES]))
+        is_auto = settings.get("heads") == "auto"
+        if is_auto:
+            del settings["heads"]
+        choice = dataclasses.replace(PolicyChoice.create(name, settings, budget), budget=None)
+        return cls(choice, budget, AutoHeads() if is_auto else None)
+
+    @property
+    def takes_budget(self) -> bool:
+        """Whether the policy has a budget."""
+        return isinstance(self.policy, Auto) or self.policy.takes_budget
+
+    def __str__(self) -> str:
+        policy: Any = self.policy
+        if self.heads is not None:
+            policy = dataclasses.replace(policy, settings=(*policy.settings, ("heads", self.heads)))
+        return f"{policy}@{self.budget}" if self.budget else str(policy)
+
+
+# Policies as `CachedModel` takes them, and as it has them.
+AnyPolicy: TypeAlias = str | NamedPolicy | Auto | PolicyValue
+CachePolicy: TypeAlias = Auto | PolicyValue
+
+
+def cache_options(
+    policy: AnyPolicy, budget: int | str | Budget | None, heads: Heads
+) -> tuple[CachePolicy, Budget | None, HeadValues]:
+    """Turns options of a cache into values, and checks them as far as they do not depend on lengths.
 
     Args:
         policy: the policy.
         budget: the budget; 25% by default for "auto".
+        heads: "auto" or a profile for any policy, or the shares of `kvjax.HeadBudgets`.
+
+    Returns:
+        The policy without its budget, the budget and the heads.
+
+    Raises:
+        ValueError: if an option is invalid, missing or given twice.
+        TypeError: if `policy` is none.
+    """
+    if isinstance(policy, str):
+        policy = NamedPolicy.parse(policy)
+    if isinstance(policy, NamedPolicy):
+        if policy.budget is not None and budget is not None:
+            raise ValueError(f"policy {policy} has a budget; remove it or budget={budget}")
+        if policy.heads is not None and heads is not None:
+            raise ValueError(f"policy {policy} has heads; remove them or heads={heads!r}")
+        budget, heads, policy = policy.budget or budget, policy.heads or heads, policy.policy
+    if not (heads is None or isinstance(heads, AutoHeads | Profile | tuple) or heads == "auto"):
+        raise ValueError(f"heads={shorten(heads)} must be 'auto', a profile, shares of the heads, or None")
+    if heads is not None and isinstance(policy, Auto | PolicyChoice):
+        if isinstance(policy, Auto) or "heads" in dict(policy.settings):
+            raise ValueError(f"policy {policy} has heads; remove them or heads={heads!r}")
+        if not policy.takes_budget:
+            raise ValueError(f"policy {policy} keeps everything; remove heads={str(heads)!r}")
+    if isinstance(heads, str):
+        heads = AutoHeads()
+    if isinstance(policy, Auto):
+        return policy, Budget.of(DEFAULT_BUDGET if budget is None else budget), heads
+    return *policy_values(policy, budget), heads
+
+
+def resolve_auto(
+    policy: CachePolicy,
+    budget: Budget | None,
+    kv_dtype: KVFormat,
+    spec: CacheSpec,
+    tokens: int,
+    *,
+    heads: HeadValues = None,
+    streaming: bool = False,
+    find_profile: Callable[[], Profile | None],
+) -> tuple[PolicyValue, KVFormat]:
+    """Replaces "auto" in a policy and its heads by settings for a model.
+
+    Args:
+        policy: the policy, as `cache_options` returns it.
+        budget: the budget.
         kv_dtype: the quantization format.
         spec: spec of the caches without quantization.
         tokens: tokens of the full cache that a fraction refers to.
-        heads: "auto" or a profile for any policy, or the shares of `kvjax.HeadBudgets`.
+        heads: budgets of the heads.
         streaming: whether prompts are streamed through the cache.
         find_profile: returns the model's profile, or None; called only if it is needed.
 
     Returns:
-        The policy, the budget and the format.
-
-    Raises:
-        ValueError: if `heads` is given twice, or for a policy without a budget.
+        The policy and the format.
     """
-    choice = PolicyChoice.parse(policy) if isinstance(policy, str) else policy
-    check_heads(choice, heads)
-    if heads is not None and isinstance(choice, PolicyChoice):
-        choice = choice.with_settings(heads="auto")
-    if heads is None and not (isinstance(choice, PolicyChoice) and choice.needs_profile):
-        return policy, budget, kv_dtype
-    is_auto = isinstance(choice, PolicyChoice) and choice.is_auto
-    size = choice.budget if isinstance(choice, PolicyChoice) else None
-    if is_auto and budget is None and size is None:
-        budget = DEFAULT_BUDGET
-    size = size if budget is None else Budget.of(budget)
-    is_in_bytes = size is not None and size.slots is None
-    fraction = 1.0 if size is None else size.share(spec, tokens)
-    profile = heads if isinstance(heads, Profile) else None
-    if profile is None and (is_auto or not isinstance(heads, tuple)):
-        profile = find_profile()
-    if kv_dtype is None and (is_auto or (is_in_bytes and not isinstance(heads, tuple))):
+    if not isinstance(policy, Auto) and heads is None:
+        return policy, kv_dtype
+    is_auto, is_in_bytes = isinstance(policy, Auto), budget is not None and budget.slots is None
+    fraction = 1.0 if budget is None else budget.share(spec, tokens)
+    profile = shares = None
+    if isinstance(heads, tuple):
+        shares = heads
+    else:
+        profile = heads if isinstance(heads, Profile) else find_profile()
+    if kv_dtype is None and (is_auto or (is_in_bytes and shares is None)):
         # A budget in slots holds no more tokens with fewer bits.
         has_few_heads = profile is not None and profile.has_few_heads and is_in_bytes
         table = _FORMATS_WITH_FEW_HEADS if has_few_heads else _AUTO_FORMATS
         kv_dtype = next(formats for smallest, formats in table if fraction >= smallest)
-    if not isinstance(heads, tuple) and _is_retrieval(choice):
+    if not isinstance(policy, Auto) and shares is None and _is_retrieval(policy):
         # Every head holds all tokens already; with more reads for some heads, fewer questions are answered.
-        return choice.without_profile() if isinstance(choice, PolicyChoice) else choice, budget, kv_dtype
+        return policy, kv_dtype
     # In bytes, narrow formats keep more tokens.
-    kept = fraction if size is not None and size.slots is not None else fraction * 16 / _bits(kv_dtype, spec)
-    if isinstance(heads, tuple):
-        shares: Shares | None = heads
-    elif profile is not None:
+    kept = fraction * 16 / _bits(kv_dtype, spec) if is_in_bytes or budget is None else fraction
+    if profile is not None:
         shares = profile.shares(min(kept, 1.0))
-    else:
+    elif shares is None:
         logging.log_first_n(logging.WARNING, "the model has no profile, so that all heads get equal budgets", 1)
-        shares = None
-    if not isinstance(choice, PolicyChoice):
-        return _with_heads(choice, shares), budget, kv_dtype
-    if is_auto and (profile is None or profile.scorer is None):
-        name = STREAMING_POLICY_WITHOUT_SCORER if streaming else POLICY_WITHOUT_SCORER
-        choice = dataclasses.replace(choice, name=name)
+    if isinstance(policy, Auto):
+        choice = PolicyChoice(POLICY)
+        if profile is None or profile.scorer is None:
+            choice = PolicyChoice(STREAMING_POLICY_WITHOUT_SCORER if streaming else POLICY_WITHOUT_SCORER)
+    elif isinstance(policy, PolicyChoice):
+        choice = policy
+    else:
+        return _with_heads(policy, shares), kv_dtype
     settings: dict[str, Any] = {}
-    types = setting_types(POLICIES[choice.name])
+    types = setting_types(choice.policy_class)
     if "compact_every" in types:
         settings["compact_every"] = _staging_tokens(fraction * tokens)
     if is_auto and choice.name == POLICY_WITHOUT_SCORER:
         settings["window_size"] = 16
-    elif is_auto and choice.name != STREAMING_POLICY_WITHOUT_SCORER:
+    elif is_auto and choice.name == POLICY:
         settings["recent"] = min(max(round(_RECENT_SHARE * kept * tokens / 16) * 16, 16), _MAX_RECENT)
     if is_auto and "reserve_decode_slots" in types:
         settings["reserve_decode_slots"] = spec.max_new_tokens <= _LARGEST_RESERVE * kept * tokens
-    choice = choice.with_settings(**settings)
-    return choice.without_profile() if shares is None else choice.with_shares(shares), budget, kv_dtype
+    if shares is not None:
+        settings["heads"] = shares
+    return choice.with_settings(**settings), kv_dtype
 
 
 def _staging_tokens(budget: float) -> int:
@@ -145,33 +250,12 @@ def _staging_tokens(budget: float) -> int:
     return max([smallest, *(size for size in (32, 64, _MAX_STAGING) if size <= _SMALL_STAGING * budget)])
 
 
-def check_heads(policy: AnyPolicy, heads: Heads) -> None:
-    """Checks the budgets of the heads of a policy.
-
-    Args:
-        policy: the policy; text is parsed already.
-        heads: as for `resolve_auto`.
-
-    Raises:
-        ValueError: if `heads` is invalid, given twice, or for a policy without a budget.
-    """
-    if heads is not None and isinstance(policy, PolicyChoice):
-        if "heads" in dict(policy.settings):
-            raise ValueError(f"policy {policy} has heads; remove them or heads={heads!r}")
-        if not policy.takes_budget:
-            raise ValueError(f"policy {policy} keeps everything; remove heads={heads!r}")
-    if isinstance(heads, str) and heads != "auto":
-        raise ValueError(f"heads={heads!r} must be 'auto', a profile, shares of the heads, or None")
-
-
-def _is_retrieval(policy: AnyPolicy) -> bool:
+def _is_retrieval(policy: PolicyValue) -> bool:
     """Returns whether a policy keeps every token and selects the ones to read."""
-    if isinstance(policy, PolicyChoice):
-        policy = POLICIES[policy.name]
-    return getattr(policy, "is_retrieval", False) is True
+    return getattr(getattr(policy, "policy_class", policy), "is_retrieval", False) is True
 
 
-def _with_heads(policy: Any, shares: Shares | None) -> AnyPolicy:
+def _with_heads(policy: Any, shares: Shares | None) -> PolicyValue:
     """Returns a policy, or a function that makes one from a budget, with budgets by heads."""
     if shares is None:
         return policy
@@ -185,40 +269,32 @@ def _with_heads(policy: Any, shares: Shares | None) -> AnyPolicy:
     return make
 
 
-def resolve_windows(
-    policy: AnyPolicy, budget: int | str | Budget | None, specs: Sequence[CacheSpec]
-) -> tuple[AnyPolicy, int | str | Budget | None]:
+def resolve_windows(budget: Budget | None, specs: Sequence[CacheSpec]) -> Budget | None:
     """Subtracts the bytes of layers with a sliding window from a budget in bytes.
 
     Such layers cache exactly their window, and `Budget.limit` divides the bytes of a budget among all layers.
 
     Args:
-        policy: the policy, whose text may have the budget.
         budget: the budget.
         specs: specs of all layers.
 
     Returns:
-        The policy and the budget that give the other layers the remaining bytes.
+        The budget that gives the other layers the remaining bytes.
 
     Raises:
         ValueError: if the windows take all bytes.
     """
-    policy = PolicyChoice.parse(policy) if isinstance(policy, str) else policy
-    size = policy.budget if isinstance(policy, PolicyChoice) else None
-    size = Budget.of(budget) if budget is not None else size
     windows = [spec for spec in specs if spec.window is not None]
-    if size is None or size.bytes is None or not windows or len(windows) == len(specs):
-        return policy, budget
+    if budget is None or budget.bytes is None or not windows or len(windows) == len(specs):
+        return budget
     held = sum(row_bytes(kvjax.Exact(compact_every=_MAX_STAGING), spec) for spec in windows)
-    if held >= size.bytes:
+    if held >= budget.bytes:
         raise ValueError(
-            f"budget={size} is less than the {format_bytes(held)} that {len(windows)} layers with a sliding window "
+            f"budget={budget} is less than the {format_bytes(held)} that {len(windows)} layers with a sliding window "
             "hold; pass more bytes, or a share (25%), which applies to the other layers"
         )
-    size = dataclasses.replace(size, bytes=(size.bytes - held) * len(specs) // (len(specs) - len(windows)))
-    if budget is None and isinstance(policy, PolicyChoice):
-        return dataclasses.replace(policy, budget=size), None
-    return policy, size
+    remaining = (budget.bytes - held) * len(specs) // (len(specs) - len(windows))
+    return dataclasses.replace(budget, bytes=remaining)
 
 
 def _bits(kv_dtype: KVFormat, spec: CacheSpec) -> float:

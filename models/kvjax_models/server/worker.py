@@ -19,7 +19,6 @@ import jax.numpy as jnp
 
 import kvjax
 from kvjax.budget import format_bytes
-from kvjax.registry import PolicyChoice
 from kvjax_models.cache import CachedModel
 from kvjax_models.document import Document
 from kvjax_models.engine import Engine, Output, seed_of_prompt
@@ -255,10 +254,11 @@ class Worker:
     def _describe(self) -> str:
         """Returns policy, budget, rows and bytes of plain prompts."""
         assert self.cache is not None and self._generator is not None
-        generator, (policy, budget) = self._generator, _policy_and_budget(self.cache)
+        generator, cache = self._generator, self.cache
+        heads = "" if cache.heads is None else ", budgets by head"
         formats = "" if generator.kv_dtype is None else f" in {generator.kv_dtype}"
         return (
-            f"policy {policy}, budget {budget}{formats}, {generator.batch} rows of "
+            f"policy {cache.policy}, budget {cache.budget or 'none'}{heads}{formats}, {generator.batch} rows of "
             f"{generator.max_prompt_tokens} + {generator.max_new_tokens} tokens, "
             f"{format_bytes(generator.batch * generator.row_bytes)} of caches"
         )
@@ -461,19 +461,10 @@ def _check_share(cache: CachedModel, generator: Generator) -> None:
     """
     if generator.is_short:
         tokens = generator.max_prompt_tokens + generator.max_new_tokens
-        policy, budget = _policy_and_budget(cache)
         raise ValueError(
-            f"budget={budget} of {tokens} tokens is less than the smallest cache of policy={policy}; pass a larger "
-            "budget or a larger max_prompt_tokens"
+            f"budget={cache.budget} of {tokens} tokens is less than the smallest cache of policy={cache.policy}; pass "
+            "a larger budget or a larger max_prompt_tokens"
         )
-
-
-def _policy_and_budget(cache: CachedModel) -> tuple[Any, Any]:
-    """Returns policy and budget of a cache, of which the policy may contain the budget."""
-    policy, budget = cache.policy, cache.budget
-    if isinstance(policy, PolicyChoice):
-        budget, policy = policy.budget or budget, dataclasses.replace(policy, budget=None)
-    return policy, "none" if budget is None else budget
 
 
 def _with_limits(settings: Settings, context_length: int) -> Settings:
