@@ -280,6 +280,13 @@ class Document:
         text = render_question(self.tokenizer, self.messages, self.context, question, separator, options)
         return self.tokenizer.encode_continuation(text + answer_start, self.tokens)
 
+    def with_tokenizer(self, tokenizer: Tokenizer) -> "Document":
+        """Returns the document with a tokenizer that treats special tokens in texts differently."""
+        if tokenizer.parse_special == self.tokenizer.parse_special:
+            return self
+        context = None if self.messages is None else render_context(tokenizer, self.messages, self.template_options)
+        return dataclasses.replace(self, tokenizer=tokenizer, context=context)
+
     def _encode_text(self, text: str) -> list[int]:
         """Returns the tokens of a text that follows the document without a chat template."""
         return self.tokenizer.encode_continuation(self.tokenizer.escape(text), self.tokens) if text else []

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -79,24 +78,6 @@ def test_progress_and_summary(kvjax, monkeypatch):
     assert kvjax(*options, "--quiet").err == ""
 
 
-def test_generate_resumes_from_its_newest_save(kvjax, tmp_path):
-    options = (
-        "generate", MODEL, "--prompt=Read the record.", "--max_new_tokens=12", "--temperature=1",
-        "--policy=exact:compact_every=4", f"--save_dir={tmp_path / 'run'}", "--save_every=4",
-    )  # fmt: skip
-    uninterrupted = kvjax(*options)
-    saves = sorted((tmp_path / "run").glob("[0-9]*"), key=lambda path: int(path.name))
-    shutil.rmtree(saves[-1])  # as if the run had been killed
-    resumed = kvjax(*options, "--resume")
-    assert "tokens restored in" in resumed.err and resumed.out == uninterrupted.out
-    with pytest.raises(SystemExit, match="run.seed is 0, not 1"):
-        kvjax(*options, "--resume", "--seed=1")
-    with pytest.raises(SystemExit, match="belongs to another run: sizes.max_new_tokens is 12, not 40$"):
-        kvjax(*options, "--resume", "--max_new_tokens=40")
-    with pytest.raises(SystemExit, match="already has saves of step .*; resume from them"):
-        kvjax(*options)
-
-
 def test_generate_asks_a_saved_document(kvjax, answer, tmp_path):
     context, question, document = tmp_path / "context.txt", tmp_path / "question.txt", tmp_path / "document"
     context.write_text(CONTEXT)
@@ -105,7 +86,7 @@ def test_generate_asks_a_saved_document(kvjax, answer, tmp_path):
     assert "tokens read and saved" in saved.err
     with pytest.raises(SystemExit, match="already has a saved document; open it"):
         kvjax("generate", MODEL, "--prompt=another text", f"--save_document={document}")
-    with pytest.raises(SystemExit, match=r"--policy is that of the saved document, cache\(policy='exact'\)"):
+    with pytest.raises(SystemExit, match=r"--policy is that of the saved document, Document.*policy='exact'"):
         kvjax("generate", MODEL, f"--document={document}", "--prompt=x", "--policy=streaming_llm@64 slots")
     questions = [f"--prompt_file={question}"] * 2
     output = kvjax("generate", MODEL, f"--document={document}", *questions, "--max_new_tokens=8").out
@@ -120,17 +101,13 @@ def test_generate_stops_at_a_string(kvjax):
     assert stop and kvjax(*options, f"--stop={stop}").out == text.partition(stop)[0] + "\n"
 
 
-def test_tokens_after_a_stop_string_are_not_counted(kvjax, tmp_path):
-    """States are saved after entire blocks, which go on after a stop string."""
+def test_tokens_after_a_stop_string_are_not_counted(kvjax):
     options = ["generate", MODEL, "--prompt=Read the record.", "--max_new_tokens=60"]
     text = kvjax(*options).out.removesuffix("\n")
     assert len(text) > 5
-    options += [f"--stop={text[2:4]}", f"--save_dir={tmp_path / 'run'}"]
     expected, count = text.partition(text[2:4])[0] + "\n", text.index(text[2:4]) + 2  # a token is a character
-    first = kvjax(*options)
+    first = kvjax(*options, f"--stop={text[2:4]}")
     assert first.out == expected and f"{count} generated at" in first.err
-    resumed = kvjax(*options, "--resume")
-    assert resumed.out == expected and "0 generated at" in resumed.err
 
 
 def test_generate_completes_a_file_of_prompts_and_resumes(kvjax, answer, tmp_path):
@@ -240,7 +217,7 @@ def test_policies_lists_all_policies_and_settings(kvjax):
         (("generate", MODEL, "--prompt=x", "--policy=uniform", "--budget=25"), "budget='25' has no unit; pass '25%'"),
         (("generate", MODEL, "--prompt=x", "--policy=uniform@25"), "budget='25' has no unit; pass '25%' for"),
         (("generate", MODEL, "--prompt=x", "--prompt_file=-"), "kvjax: several texts require --document"),
-        (("generate", MODEL, "--prompt=x", "--resume"), "kvjax: --resume requires --save_dir"),
+        (("generate", MODEL, "--prompt=x", "--resume"), "kvjax: --resume requires --prompts_file"),
         (("generate", MODEL, "--prompt=x", "--policy=no_such"), "kvjax: policy 'no_such' is unknown"),
         (("generate", MODEL, "--prompt=x", "--policy=snapvk"), "is unknown; did you mean 'snapkv'?"),
         (
@@ -256,10 +233,8 @@ def test_policies_lists_all_policies_and_settings(kvjax):
         (("generate", MODEL, "--prompt=x", "--policy=uniform", "--budget=" + "9" * 400 + "%"), "kvjax: budget='999"),
         (("generate", MODEL, "--prompt=x", "--seed=-1"), "kvjax: seed=-1 must be an integer from 0"),
         (("generate", MODEL, "--prompt=x", "--max_new_tokens=0"), "kvjax: --max_new_tokens=0 must be at least 1"),
-        (("generate", MODEL, "--prompt=x", "--save_every=0"), "kvjax: --save_every=0 must be at least 1"),
         (("generate", MODEL, "--prompt=x", "--min_p=2"), "kvjax: min_p=2.0 must be greater than 0 and at most 1"),
-        (("generate", MODEL, "--prompt=x", "--resume", "--save_dir=y", "--save_document=z"), "cannot be combined with"),
-        (("generate", MODEL, "--prompt=x", "--document=y", "--save_dir=z"), "--save_dir cannot be combined with"),
+        (("generate", MODEL, "--prompt=x", "--document=y", "--save_document=z"), "cannot be combined with"),
         (("generate", MODEL, "--prompts_file=x"), "kvjax: --prompts_file and --output require each other"),
         (("generate", MODEL, "--prompts_file=x", "--output=y", "--prompt=z"), "cannot be combined with --prompt"),
         (("generate", MODEL, "--prompt=x", "--budget=50%"), "--budget=50% has no effect on --policy=exact, which"),
@@ -315,11 +290,11 @@ def test_a_closed_output_is_an_error_of_one_line():
 
 
 def test_a_full_disk_is_an_error_of_one_line(tmp_path):
-    options = f'{MODEL} --prompt="Read the record." --max_new_tokens=4 --save_dir={tmp_path / "run"}'
+    options = f'{MODEL} --prompt="Read the record." --max_new_tokens=4 --save_document={tmp_path / "run"}'
     process = run_bash(f"trap '' XFSZ; ulimit -f 1; $KVJAX generate {options}")
     assert process.returncode == 1
     # Threads of orbax and tensorstore must not print tracebacks.
-    assert process.stderr.startswith("kvjax: step 4 could not be saved"), process.stderr
+    assert process.stderr.startswith("kvjax: the document could not be saved"), process.stderr
     assert len(process.stderr.splitlines()) == 1, process.stderr
 
 
@@ -363,8 +338,8 @@ def test_flags_may_have_hyphens(kvjax, tmp_path):
     args = ("generate", MODEL, "--max-new-tokens=2", "--policy=uniform:recent=1@64 slots")
     expected = kvjax(*args, "--prompt-file", str(tmp_path / "prompt-file")).out
     assert kvjax(*args, f"--prompt-file={tmp_path / 'prompt-file'}").out == expected
-    options = cli.parse(["kvjax", "generate", "--prompt=--a-b", "--save-every=3"]).command
-    assert (options.prompt, options.save_every) == ("--a-b", 3)
+    options = cli.parse(["kvjax", "generate", "--prompt=--a-b", "--max-new-tokens=3"]).command
+    assert (options.prompt, options.max_new_tokens) == ("--a-b", 3)
 
 
 @pytest.mark.parametrize(

@@ -191,10 +191,9 @@ def test_turns_of_a_conversation_continue_their_state(llm):
     engine = llm.cache("exact").engine(rows=2, max_prompt_tokens=80, max_new_tokens=64)
     engine.add(PROMPTS[2], max_new_tokens=8, keep=True)
     *_, first = engine.run()
-    later = [*first.turn.tokens, 21, 22, 23]
-    tokens = []
-    for options in ({"turn": first.turn}, {}):
-        engine.add(later, max_new_tokens=8, **options)
+    tokens, turn = [], [21, 22, 23]
+    for arguments in ((turn, first.prefix), ([*first.prefix.tokens, *turn],)):
+        engine.add(*arguments, max_new_tokens=8)
         tokens.append([token for output in engine.run() for token in output.tokens])
     assert tokens[0] == tokens[1] and len(tokens[0]) == 8
 

@@ -171,7 +171,7 @@ def test_unknown_keywords_get_a_suggestion(llm):
     for function, name, suggestion in calls:
         with pytest.raises(TypeError, match=f" has no argument '{name}'; did you mean '{suggestion}'?"):
             function("x", **{name: 1})
-    for function in (cache.stream, document.ask):
+    for function in (cache.stream, document.stream):
         with pytest.raises(TypeError, match="has no argument 'n'; it has .*max_new_tokens, .*temperature"):
             function("x", n=2)
 

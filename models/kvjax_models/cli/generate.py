@@ -174,9 +174,10 @@ def _continue_text(options: Generate, llm: LanguageModel, text: str) -> None:
         write_output(output.text)
         new_tokens += len(output.tokens)
     write_output("\n")
-    usage = engine.usage(new_tokens, watch)
+    usage, sizes = engine.usage(new_tokens, watch), engine.cache_sizes
+    share = engine.generator.describe_share(sizes, len(prompt) + options.max_new_tokens)
     options.write_summary(
         f"{len(prompt)} tokens read in {usage.prefill_seconds:.2f} s, {new_tokens} generated at "
         f"{usage.tokens_per_second:.1f} tokens/s, {usage.compile_seconds:.1f} s of compilation",
-        describe_sizes(engine.cache_sizes, engine.generator.describe_share(engine.cache_sizes)),
+        describe_sizes(sizes, share),
     )

@@ -225,7 +225,7 @@ class _Handlers:
         assert worker.cache is not None
         llm, text = schema.with_special(worker.cache, body.parse_special).llm, document
         if document is not None:
-            text = dataclasses.replace(document, tokenizer=llm.tokenizer)
+            text = document.with_tokenizer(llm.tokenizer)
         prompts = body.prompts(llm, text)
         if not isinstance(body, schema.ChatRequest) or not worker.settings.conversations:
             return prompts, None

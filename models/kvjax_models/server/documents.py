@@ -7,7 +7,6 @@ All methods but `check_text` are called in the worker's thread.
 """
 
 import collections
-import dataclasses
 import os
 import pathlib
 import re
@@ -173,7 +172,7 @@ class Documents:
             if documents is None:
                 yield None
                 continue
-            document = dataclasses.replace(documents[0], tokenizer=self._cache.llm.tokenizer)
+            document = documents[0].with_tokenizer(self._cache.llm.tokenizer)
             self._check_bytes(document)
             if path is not None:
                 self._save(document, path)
