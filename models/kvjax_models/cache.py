@@ -24,7 +24,7 @@ from kvjax.budget import Budget, format_bytes, limited_bytes
 from kvjax.messages import shorten
 from kvjax.policy import Policy, policy_of
 from kvjax.quantization import KVDtype, parse_kv_dtype
-from kvjax.registry import PolicyChoice, PolicyValue, fit_policy
+from kvjax.registry import PolicyChoice, fit_policy
 from kvjax.spec import check_integer
 from kvjax_models import compile_cache
 from kvjax_models.document import Document, manifest
@@ -39,6 +39,7 @@ from kvjax_models.generation.auto_policy import (
     resolve_windows,
 )
 from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.plan import Plan
 from kvjax_models.generation.prefill_together import prefill_together
 from kvjax_models.generation.sampling import Sampling, SamplingOptions
 from kvjax_models.generation.state import cache_specs
@@ -487,27 +488,22 @@ class CachedModel:
         Returns:
             A generator with one row.
         """
-        policy: Policy = kvjax.Exact(compact_every=min(_SUFFIX_BLOCK, max_new_tokens))
-        scorer = None
+        policy: Policy | Sequence[Policy] = kvjax.Exact(compact_every=min(_SUFFIX_BLOCK, max_new_tokens))
         if max_new_tokens > EXACT_SUFFIX_TOKENS:
             # Without a budget here, the policy has one.
             budget = None if self.budget is None else Budget.of(EXACT_SUFFIX_TOKENS)
             streamed = dataclasses.replace(self, budget=budget, kv_dtype=reader.kv_dtype)
-            generator = streamed.generator(max_prompt_tokens=1, max_new_tokens=max_new_tokens, streaming=True)
-            policy, scorer = generator.policies[0], generator.scorer
-        return Generator(
+            policy = streamed.plan(max_prompt_tokens=1, max_new_tokens=max_new_tokens, streaming=True).policies
+        plan = Plan.create(
             self.llm.model,
             policy,
-            batch=1,
             max_prompt_tokens=reader.max_prompt_tokens,
             max_new_tokens=max_new_tokens,
-            eos=self.llm.tokenizer.eos_ids,
-            allow_beyond_context=self.allow_beyond_context,
-            kv_dtype=reader.kv_dtype,
-            scorer=scorer,
-            continues_texts=True,
             context_tokens=reader.context_tokens,
+            kv_dtype=reader.kv_dtype,
+            continues_texts=True,
         )
+        return self._generator_of(plan)
 
     # --- sizes ---
 
@@ -536,61 +532,81 @@ class CachedModel:
         Returns:
             The generator.
         """
+        plan = self.plan(
+            max_prompt_tokens=max_prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            streaming=streaming,
+            budget_tokens=budget_tokens,
+            context_tokens=context_tokens,
+        )
+        return self._generator_of(plan, batch)
+
+    def _generator_of(self, plan: Plan, batch: int = 1) -> Generator:
+        """Returns a generator of a plan."""
+        return Generator(
+            self.llm.model,
+            plan,
+            batch=batch,
+            eos=self.llm.tokenizer.eos_ids,
+            allow_beyond_context=self.allow_beyond_context,
+            scorer=None if plan.scoring_policy is None else self.llm.scorer(self.heads),
+        )
+
+    def plan(
+        self,
+        *,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        streaming: bool = False,
+        budget_tokens: int | None = None,
+        context_tokens: int = 0,
+    ) -> Plan:
+        """Chooses policies, format and slots of the caches of one sequence.
+
+        Args:
+            max_prompt_tokens: as for `generator`, as are the other arguments.
+            max_new_tokens: maximum number of tokens after the prompt.
+            streaming: whether prompts are compressed while they are processed.
+            budget_tokens: sequence length that a budget's share refers to.
+            context_tokens: maximum number of tokens of a sequence.
+
+        Returns:
+            The plan.
+        """
         max_prompt_tokens = max(max_prompt_tokens, 1)
         tokens = budget_tokens or max_prompt_tokens + max_new_tokens
-        policy, kv_dtype = self._resolve(max_prompt_tokens, max_new_tokens, tokens, streaming)
-        sizes: dict[str, Any] = {
-            "batch": batch,
+        lengths: dict[str, Any] = {
             "max_prompt_tokens": max_prompt_tokens,
             "max_new_tokens": max_new_tokens,
             "streaming": streaming,
-            "kv_dtype": kv_dtype,
         }
-        specs = self._budget_specs(**sizes)
-        size = resolve_windows(self.budget, specs)
+        specs = cache_specs(self.llm.model, batch=1, **lengths)
+        if self.budget_dtype is not None:
+            specs = tuple(dataclasses.replace(spec, dtype=self.budget_dtype) for spec in specs)
         # The budget applies to layers without a sliding window; the others cache exactly their window.
         spec = dataclasses.replace(specs[0], window=None)
-        resolved = fit_policy(policy, size, spec, tokens, allow_smallest=True)
-        is_short = (
-            size is not None and size.fraction is not None and limited_bytes(resolved, spec) > size.limit(spec, tokens)
-        )
-        if size is not None and not is_short and not resolved.is_retrieval:
-            size.warn_if_small(spec, tokens)
-        return Generator(
-            self.llm.model,
-            resolved,
-            **sizes,
-            eos=self.llm.tokenizer.eos_ids,
-            allow_beyond_context=self.allow_beyond_context,
-            scorer=self.llm.scorer(self.heads) if resolved.requires.predicted_scores else None,
-            context_tokens=context_tokens,
-            is_short=is_short,
-        )
-
-    def _resolve(
-        self, max_prompt_tokens: int, max_new_tokens: int, tokens: int, streaming: bool = False
-    ) -> tuple[PolicyValue, KVDtypes]:
-        """Replaces "auto" in policy and heads by settings for the model."""
-        specs = self._budget_specs(
-            batch=1, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, streaming=streaming
-        )
-        return resolve_auto(
+        policy, kv_dtype = resolve_auto(
             self.policy,
             self.budget,
             self.kv_dtype,
-            dataclasses.replace(specs[0], window=None),
+            spec,
             tokens,
             heads=self.heads,
             streaming=streaming,
             find_profile=self.llm.profile,
         )
-
-    def _budget_specs(self, **sizes: Any) -> tuple[kvjax.CacheSpec, ...]:
-        """Returns the specs of all layers with the dtype that budgets count."""
-        specs = cache_specs(self.llm.model, **sizes)
-        if self.budget_dtype is None:
-            return specs
-        return tuple(dataclasses.replace(spec, dtype=self.budget_dtype) for spec in specs)
+        specs = tuple(dataclasses.replace(spec, kv_dtype=kv_dtype) for spec in specs)
+        spec = dataclasses.replace(specs[0], window=None)
+        budget = resolve_windows(self.budget, specs)
+        resolved = fit_policy(policy, budget, spec, tokens, allow_smallest=True)
+        is_short = False
+        if budget is not None:
+            is_short = budget.fraction is not None and limited_bytes(resolved, spec) > budget.limit(spec, tokens)
+            if not is_short and not resolved.is_retrieval:
+                budget.warn_if_small(spec, tokens)
+        return Plan.create(
+            self.llm.model, resolved, **lengths, context_tokens=context_tokens, kv_dtype=kv_dtype, is_short=is_short
+        )
 
 
 def open_document(llm: "LanguageModel", directory: str | os.PathLike) -> Document:

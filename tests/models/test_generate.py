@@ -17,6 +17,7 @@ from kvjax_models.generation import decode as decode_lib
 from kvjax_models.generation import lowering, prefill, repetition
 from kvjax_models.generation.decode import NO_TOKEN, decode_program
 from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.plan import Plan
 from kvjax_models.generation.prefill_together import prefill_together
 from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.state import compact_layer
@@ -227,6 +228,19 @@ def test_sampled_rows_do_not_depend_on_the_batch(name):
     rows, _ = decode_all(generator, generator.prefill(init(), PROMPTS), 34)
     row, _ = decode_all(alone, alone.prefill(take_row(init(), 1), PROMPTS[1:2]), 34)
     assert row[0] == rows[1]
+
+
+def test_a_plan_is_made_once():
+    generator = make_generator(POLICIES["uniform"])
+    split, many = generator.split_model, generator.with_batch(7)
+    assert many.split_model is split and many.plan is generator.plan and (many.batch, many.specs[0].batch) == (7, 7)
+    assert {field.name for field in dataclasses.fields(Plan)} < set(vars(generator))
+    assert dataclasses.replace(generator, eos=(3,)).plan is generator.plan
+    assert Generator(generator.model, generator.plan, batch=2).policies == generator.policies
+    with pytest.raises(TypeError, match="max_new_tokens belong to the plan; make another plan with them"):
+        Generator(generator.model, generator.plan, batch=2, max_new_tokens=9)
+    with pytest.raises(ValueError, match="batch=0 must be at least 1"):
+        generator.with_batch(0)
 
 
 def test_each_layer_may_have_its_own_policy():

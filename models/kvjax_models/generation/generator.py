@@ -1,5 +1,6 @@
 """Generation through KV caches: exact or streaming prefill, then compiled blocks of decode steps."""
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,9 +13,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
-from kvjax.budget import row_bytes, row_read_bytes
-from kvjax.cache import layer_policy
-from kvjax.combinators.combined import CombinedPolicies
 from kvjax.messages import format_bytes, shorten
 from kvjax.policy import Policy
 from kvjax.quantization import KVDtype
@@ -24,6 +22,7 @@ from kvjax_models.generation import decode as decode_lib
 from kvjax_models.generation import prefill as prefill_lib
 from kvjax_models.generation import state as state_lib
 from kvjax_models.generation.decode import SplitModel, Texts, append_block, score_block, split_model
+from kvjax_models.generation.plan import Plan
 from kvjax_models.generation.prefill import PrefilledLayer
 from kvjax_models.generation.prefill_together import prefill_for, prefill_together
 from kvjax_models.generation.rows import pad_prompts, trim_rows
@@ -35,9 +34,9 @@ from kvjax_models.model.llama import Llama
 from kvjax_models.sharding import mesh_of, replicate
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
 class Generator:
-    """A model with cache policies and fixed sizes, which creates and continues generation states.
+    """A model with the plan of its caches and a batch size, which creates and continues generation states.
 
     A `GenerationState` is a pytree that can be forked, saved and continued with further prompts. States that a
     generator returns are settled: no tokens are staged between blocks.
@@ -45,82 +44,84 @@ class Generator:
     Attributes:
         model: the decoder, whose parameters may not be replaced after the first step. If they are sharded on a mesh
             (`sharding.shard_model`), so are the caches.
-        policy: cache policy of all layers, or one per layer. Layers with a sliding window cache exactly their window
-            instead. Layers of hybrid models without attention have no cache and do not count.
+        plan: policies and sizes of the caches. A generator has its values as attributes, too; its `specs` have the
+            batch size.
         batch: number of batch rows.
-        max_prompt_tokens: maximum length of the first prompt.
-        max_new_tokens: maximum number of tokens after it, generated tokens and later prompts together.
         eos: tokens that finish a sequence.
         prefill_chunk: tokens per chunk of exact prefill; prompts are padded to a multiple of it.
-        streaming: whether the first prompt is appended in blocks like later ones, each attending to the compressed
-            cache. Memory is then independent of the prompt's length.
         allow_beyond_context: whether sequences may exceed the model's context length, with a warning; otherwise they
             are refused.
-        kv_dtype: quantization format of the caches (`kvjax.CacheSpec.kv_dtype`).
         scorer: coefficients of predicted scores (`profile.Profile.scorer`), for policies that require them
             (`kvjax.KVzap`); ignored for others. Its shape suffices for a generator that is only lowered.
-        context_tokens: maximum number of tokens of a sequence, also outside the caches; by default their capacity.
-        continues_texts: whether rows continue frozen texts, which the methods then take as `texts`. The caches hold
-            the up to `max_new_tokens` tokens after the texts, which have up to `max_prompt_tokens` tokens.
-        is_short: whether the share of a budget was less than the smallest cache of its policy, so that the caches hold
-            more.
-
-    Raises:
-        ValueError: if an argument is invalid, a policy does not support streaming, or a policy requires predicted
-            scores and there is no scorer.
     """
 
     model: Llama
-    policy: Policy | Sequence[Policy]
-    _: dataclasses.KW_ONLY
+    plan: Plan
     batch: int
-    max_prompt_tokens: int
-    max_new_tokens: int
-    eos: tuple[int, ...] = ()
-    prefill_chunk: int = 256
-    streaming: bool = False
-    allow_beyond_context: bool = False
-    kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None
-    scorer: Float[Array | np.ndarray, "L W+2 H_kv"] | None = None
-    context_tokens: int = 0
-    continues_texts: bool = False
-    is_short: bool = False
-    policies: tuple[Policy, ...] = dataclasses.field(init=False)  # of every layer
-    specs: tuple[kvjax.CacheSpec, ...] = dataclasses.field(init=False)  # of every layer
-    block_size: int = dataclasses.field(init=False)  # tokens between two compactions of all layers
+    eos: tuple[int, ...]
+    prefill_chunk: int
+    allow_beyond_context: bool
+    scorer: Float[Array | np.ndarray, "L W+2 H_kv"] | None
+    policies: tuple[Policy, ...] = dataclasses.field(init=False)
+    specs: tuple[kvjax.CacheSpec, ...] = dataclasses.field(init=False)
+    max_prompt_tokens: int = dataclasses.field(init=False)
+    max_new_tokens: int = dataclasses.field(init=False)
+    context_tokens: int = dataclasses.field(init=False)
+    kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = dataclasses.field(init=False)
+    streaming: bool = dataclasses.field(init=False)
+    continues_texts: bool = dataclasses.field(init=False)
+    is_short: bool = dataclasses.field(init=False)
+    block_size: int = dataclasses.field(init=False)
 
-    def __post_init__(self) -> None:
-        def set_field(name: str, value: Any) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        plan: Plan | Policy | Sequence[Policy],
+        *,
+        batch: int,
+        eos: Sequence[int] = (),
+        prefill_chunk: int = 256,
+        allow_beyond_context: bool = False,
+        scorer: Float[Array | np.ndarray, "L W+2 H_kv"] | None = None,
+        **lengths: Any,
+    ) -> None:
+        """Creates a generator.
+
+        Args:
+            model: see the attributes, as for the other arguments.
+            plan: a plan, or the policies of one, which is made for `lengths`.
+            batch: number of batch rows.
+            eos: tokens that finish a sequence.
+            prefill_chunk: tokens per chunk of exact prefill.
+            allow_beyond_context: whether sequences may exceed the model's context length.
+            scorer: coefficients of predicted scores.
+            **lengths: arguments of `Plan.create`.
+
+        Raises:
+            ValueError: if an argument is invalid, or a policy requires predicted scores and there is no scorer.
+            TypeError: if there are a plan and lengths.
+        """
+        if not isinstance(allow_beyond_context, bool):
+            raise ValueError(f"allow_beyond_context={shorten(allow_beyond_context)} must be True or False")
+        if prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1 token")
+        if not isinstance(plan, Plan):
+            plan = Plan.create(model, plan, **lengths)
+        elif lengths:
+            raise TypeError(f"{', '.join(lengths)} belong to the plan; make another plan with them")
+        values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+        values |= {"model": model, "plan": plan, "eos": tuple(eos), "prefill_chunk": prefill_chunk}
+        for name, value in values.items():
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "allow_beyond_context", allow_beyond_context)
+        object.__setattr__(self, "scorer", self._check_scorer(scorer))
+        self._set_batch(batch)
 
-        for name in ("streaming", "allow_beyond_context", "continues_texts"):
-            if not isinstance(flag := getattr(self, name), bool):
-                raise ValueError(f"{name}={shorten(flag)} must be True or False")
-        if self.prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk={self.prefill_chunk} must be at least 1 token")
-        layers, policy = len(self.config.attention_layers), self.policy
-        if not isinstance(policy, Policy) and len(policy) != layers:
-            raise ValueError(f"policy must be one policy, or one for each of {layers} layers, got {len(policy)}")
-        for name, minimum in (("batch", 1), ("max_prompt_tokens", 1), ("max_new_tokens", 0)):
-            set_field(name, check_integer(name, getattr(self, name), minimum))
-        set_field("eos", tuple(self.eos))
-        set_field("context_tokens", self.context_tokens or self.max_prompt_tokens + self.max_new_tokens)
-        specs = state_lib.cache_specs(
-            self.model,
-            batch=self.batch,
-            max_prompt_tokens=1 if self.continues_texts else self.max_prompt_tokens,
-            max_new_tokens=self.max_new_tokens,
-            streaming=self.streaming,
-            kv_dtype=self.kv_dtype,
-            context_tokens=self.context_tokens,
-        )
-        policies = (policy,) * layers if isinstance(policy, Policy) else tuple(policy)
-        set_field("policies", tuple(layer_policy(*layer) for layer in zip(policies, specs, strict=True)))
-        if self.streaming and (unsupported := [one for one in self.policies if one.requires.entire_prompt]):
-            raise ValueError(f"{unsupported[0]} compresses entire prompts; set streaming=False")
-        set_field("scorer", self._check_scorer(self.scorer))
-        set_field("block_size", min(specs[0].max_new_tokens, *(one.compact_every for one in self.policies)))
-        set_field("specs", tuple(dataclasses.replace(spec, staging_slots=self.block_size) for spec in specs))
+    def _set_batch(self, batch: int) -> None:
+        """Sets the number of batch rows."""
+        object.__setattr__(self, "batch", check_integer("batch", batch, 1))
+        specs = tuple(dataclasses.replace(spec, batch=self.batch) for spec in self.plan.specs)
+        object.__setattr__(self, "specs", specs)
 
     @property
     def config(self) -> LlamaConfig:
@@ -139,12 +140,11 @@ class Generator:
 
     def _check_scorer(self, scorer: Any) -> Float[Array, "L W+2 H_kv"] | None:
         """Returns the scorer on the model's devices; None if no policy requires predicted scores."""
-        scoring = [policy for policy in self.policies if policy.requires.predicted_scores]
-        if not scoring:
+        if (policy := self.plan.scoring_policy) is None:
             return None
         if scorer is None:
             raise ValueError(
-                f"{scoring[0]} requires predicted scores, and the model has no scorer; run `kvjax calibrate`, and pass "
+                f"{policy} requires predicted scores, and the model has no scorer; run `kvjax calibrate`, and pass "
                 "the scorer of the profile to Generator"
             )
         shape = (len(self.config.attention_layers), self.config.width + 2, self.config.kv_heads)
@@ -155,13 +155,14 @@ class Generator:
 
     def with_batch(self, batch: int) -> "Generator":
         """Returns a copy with another batch size; rows of its states can be inserted into states of this generator."""
-        return dataclasses.replace(self, batch=batch)
+        other = copy.copy(self)
+        other._set_batch(batch)
+        return other
 
-    @functools.cached_property
+    @property
     def row_bytes(self) -> int:
         """Device bytes of the caches and recurrent states of one batch row, over all layers."""
-        caches = sum(row_bytes(policy, spec) for policy, spec in zip(self.policies, self.specs, strict=True))
-        return caches + self.recurrent_row_bytes
+        return self.plan.row_bytes + self.recurrent_row_bytes
 
     @functools.cached_property
     def recurrent_row_bytes(self) -> int:
@@ -184,7 +185,7 @@ class Generator:
         return {
             "cache_bytes": held.device + recurrent,
             "host_bytes": held.host,
-            "read_bytes": self._read_bytes + recurrent,
+            "read_bytes": self.batch * self.plan.row_read_bytes + recurrent,
             "full_cache_bytes": full + recurrent,
         }
 
@@ -200,20 +201,12 @@ class Generator:
             which has more slots than its budget's share, the share of the tokens that have a slot.
         """
         if self.is_short:
-            policies = [policy for policy, spec in zip(self.policies, self.specs, strict=True) if spec.window is None]
-            tokens = self.specs[0].capacity if tokens is None else tokens
-            held = sum(_held_tokens(policy, tokens) for policy in policies) / (len(policies) * tokens)
+            held = self.plan.held_share(self.specs[0].capacity if tokens is None else tokens)
             return f"holds {int(100 * held)}%: the text is short"
         share = sizes["cache_bytes"] / sizes["full_cache_bytes"]
         if share > 1:
             return f"a full bfloat16 cache takes {format_bytes(sizes['full_cache_bytes'])}"
         return f"{share:.1%} of a full bfloat16 cache"
-
-    @functools.cached_property
-    def _read_bytes(self) -> int:
-        """Bytes of the caches that one decode step reads."""
-        layers = zip(self.policies, self.specs, strict=True)
-        return self.batch * sum(row_read_bytes(policy, spec) for policy, spec in layers)
 
     def init_state(self, seed: int = 0, sampling: Sampling | Sequence[Sampling] = GREEDY) -> GenerationState:
         """Returns a state with empty caches.
@@ -431,14 +424,6 @@ class Generator:
             yield replicate(tokens[:, start : start + width], self.mesh), replicate(count, self.mesh)
 
 
-def _held_tokens(policy: Policy, tokens: int) -> float:
-    """Returns the number of tokens for which a KV head has slots, on average over the heads of a layer."""
-    if isinstance(policy, CombinedPolicies):
-        return sum(_held_tokens(one, tokens) for one in policy.policies) / len(policy.policies)
-    if policy.is_retrieval or not hasattr(policy, "budget"):
-        inner = getattr(policy, "policy", None)
-        return tokens if policy.is_retrieval or inner is None else _held_tokens(inner, tokens)
-    return min(policy.budget, tokens)
 
 
 _PROGRAMS = (*state_lib.PROGRAMS, *decode_lib.PROGRAMS, *prefill_lib.PROGRAMS)

@@ -272,7 +272,8 @@ class Worker:
         generator = self._generator if document is None else document.prefix.generator
         assert generator is not None
         stored = jnp.dtype(generator.model.embedding.param_dtype).name
-        return isinstance(generator.policy, kvjax.Exact) and generator.kv_dtype in (None, stored)
+        is_full = all(isinstance(policy, kvjax.Exact | kvjax.SlidingWindow) for policy in generator.policies)
+        return is_full and generator.kv_dtype in (None, stored)
 
     # --- called by handlers ---
 

@@ -1,0 +1,156 @@
+"""Plans: the caches of all layers for given lengths, resolved once.
+
+A plan is made where the lengths of prompts and answers are known. It belongs to every generator, document and row of
+these lengths; nothing below chooses a policy, a format or a size again.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import kvjax
+from kvjax.budget import row_bytes, row_read_bytes
+from kvjax.cache import layer_policy
+from kvjax.combinators.combined import CombinedPolicies
+from kvjax.messages import shorten
+from kvjax.policy import Policy
+from kvjax.quantization import KVDtype
+from kvjax.spec import check_integer
+from kvjax_models.generation.state import cache_specs
+from kvjax_models.model.llama import Llama
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The caches of one sequence.
+
+    Attributes:
+        policies: policy of every layer with attention. Layers with a sliding window cache exactly their window.
+        specs: spec of the cache of each of these layers, with one batch row.
+        max_prompt_tokens: maximum length of the first prompt, or of the texts that are continued.
+        max_new_tokens: maximum number of tokens after it, generated tokens and later prompts together.
+        context_tokens: maximum number of tokens of a sequence, also outside the caches.
+        kv_dtype: quantization format of the caches (`kvjax.CacheSpec.kv_dtype`).
+        streaming: whether the first prompt is appended in blocks like later ones, each attending to the compressed
+            cache. Memory is then independent of the prompt's length.
+        continues_texts: whether the caches hold only the tokens after frozen texts.
+        is_short: whether the share of a budget was less than the smallest cache of its policy, so that the caches hold
+            more.
+        block_size: tokens between two compactions of all layers.
+    """
+
+    policies: tuple[Policy, ...]
+    specs: tuple[kvjax.CacheSpec, ...]
+    max_prompt_tokens: int
+    max_new_tokens: int
+    context_tokens: int
+    kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None
+    streaming: bool
+    continues_texts: bool
+    is_short: bool
+    block_size: int
+
+    @classmethod
+    def create(
+        cls,
+        model: Llama,
+        policy: Policy | Sequence[Policy],
+        *,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        context_tokens: int = 0,
+        kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
+        streaming: bool = False,
+        continues_texts: bool = False,
+        is_short: bool = False,
+    ) -> "Plan":
+        """Returns the plan for a policy.
+
+        Args:
+            model: the decoder.
+            policy: cache policy of all layers, or one per layer. Layers of hybrid models without attention have no
+                cache and do not count.
+            max_prompt_tokens: see `Plan`, as for the other arguments.
+            max_new_tokens: maximum number of tokens after it.
+            context_tokens: maximum number of tokens of a sequence; by default the capacity of the caches.
+            kv_dtype: quantization format.
+            streaming: whether the first prompt is appended in blocks.
+            continues_texts: whether the caches hold only the tokens after frozen texts.
+            is_short: whether the caches hold more than a budget's share.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError: if an argument is invalid, or a policy does not support streaming.
+        """
+        for name, flag in (("streaming", streaming), ("continues_texts", continues_texts)):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name}={shorten(flag)} must be True or False")
+        layers = len(model.config.attention_layers)
+        if not isinstance(policy, Policy) and len(policy) != layers:
+            raise ValueError(f"policy must be one policy, or one for each of {layers} layers, got {len(policy)}")
+        max_prompt_tokens = check_integer("max_prompt_tokens", max_prompt_tokens, 1)
+        max_new_tokens = check_integer("max_new_tokens", max_new_tokens, 0)
+        context_tokens = context_tokens or max_prompt_tokens + max_new_tokens
+        specs = cache_specs(
+            model,
+            batch=1,
+            max_prompt_tokens=1 if continues_texts else max_prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            streaming=streaming,
+            kv_dtype=kv_dtype,
+            context_tokens=context_tokens,
+        )
+        given = (policy,) * layers if isinstance(policy, Policy) else tuple(policy)
+        policies = tuple(layer_policy(*layer) for layer in zip(given, specs, strict=True))
+        if streaming and (unsupported := [one for one in policies if one.requires.entire_prompt]):
+            raise ValueError(f"{unsupported[0]} compresses entire prompts; set streaming=False")
+        block_size = min(specs[0].max_new_tokens, *(one.compact_every for one in policies))
+        specs = tuple(dataclasses.replace(spec, staging_slots=block_size) for spec in specs)
+        return cls(
+            policies,
+            specs,
+            max_prompt_tokens,
+            max_new_tokens,
+            context_tokens,
+            kv_dtype,
+            streaming,
+            continues_texts,
+            is_short,
+            block_size,
+        )
+
+    @property
+    def scoring_policy(self) -> Policy | None:
+        """A policy that requires predicted scores; None if no layer has one."""
+        return next((policy for policy in self.policies if policy.requires.predicted_scores), None)
+
+    @functools.cached_property
+    def row_bytes(self) -> int:
+        """Device bytes of the caches of one row, over all layers."""
+        return sum(row_bytes(policy, spec) for policy, spec in zip(self.policies, self.specs, strict=True))
+
+    @functools.cached_property
+    def row_read_bytes(self) -> int:
+        """Bytes of the caches of one row that one decode step reads."""
+        return sum(row_read_bytes(policy, spec) for policy, spec in zip(self.policies, self.specs, strict=True))
+
+    def held_share(self, tokens: int) -> float:
+        """Returns the share of a sequence's tokens that have a slot, on average over heads and layers without a window.
+
+        Args:
+            tokens: length of the sequence.
+        """
+        policies = [policy for policy, spec in zip(self.policies, self.specs, strict=True) if spec.window is None]
+        return sum(_held_tokens(policy, tokens) for policy in policies) / (len(policies) * tokens)
+
+
+def _held_tokens(policy: Policy, tokens: int) -> float:
+    """Returns the number of tokens for which a KV head has slots, on average over the heads of a layer."""
+    if isinstance(policy, CombinedPolicies):
+        return sum(_held_tokens(one, tokens) for one in policy.policies) / len(policy.policies)
+    if policy.is_retrieval or not hasattr(policy, "budget"):
+        inner = getattr(policy, "policy", None)
+        return tokens if policy.is_retrieval or inner is None else _held_tokens(inner, tokens)
+    return min(policy.budget, tokens)
