@@ -24,8 +24,7 @@ from kvjax_models.cache import CachedModel, read_together
 from kvjax_models.compile_cache import length_bucket
 from kvjax_models.document import Document
 from kvjax_models.engine import Engine
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.prefill_together import prefill_together
+from kvjax_models.generation.generator import Generator, prefill_together
 from kvjax_models.generation.state import GenerationState
 from kvjax_models.prefix import Prefix
 

@@ -22,9 +22,8 @@ from kvjax.quantization import readable
 from kvjax.segment import BlockStoreRead
 from kvjax_models.generation import lowering
 from kvjax_models.generation.decode import decode_block
-from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.generator import Generator, common_scorer
 from kvjax_models.generation.prefill import PrefilledLayer, compress_layer, embed, prefill_layers
-from kvjax_models.generation.prefill_together import common_scorer
 from kvjax_models.generation.repetition import make_repetitions, repeat_layer
 from kvjax_models.generation.state import (
     GenerationState,

@@ -14,7 +14,7 @@ import functools
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import numpy as np
@@ -35,12 +35,12 @@ from kvjax_models.generation.auto_policy import (
     AutoHeads,
     CachePolicy,
     HeadValues,
+    cache_options,
     resolve_auto,
     resolve_windows,
 )
-from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.generator import Generator, prefill_together
 from kvjax_models.generation.plan import Plan
-from kvjax_models.generation.prefill_together import prefill_together
 from kvjax_models.generation.sampling import Sampling, SamplingOptions
 from kvjax_models.generation.state import cache_specs
 from kvjax_models.keywords import suggest_keywords
@@ -56,9 +56,8 @@ from kvjax_models.prompts import (
     render_context,
     warn_of_file_name,
 )
-
-if TYPE_CHECKING:
-    from kvjax_models.language_model import LanguageModel
+from kvjax_models.saves import Save
+from kvjax_models.tokenized_model import TokenizedModel
 
 KVDtypes = KVDtype | tuple[KVDtype, KVDtype] | None  # of keys and values together, or of each
 
@@ -100,7 +99,7 @@ class CachedModel:
             that simulates a bfloat16 one; the dtype of the model by default.
     """
 
-    llm: "LanguageModel"
+    llm: TokenizedModel
     policy: CachePolicy
     budget: Budget | None = None
     kv_dtype: KVDtypes = None
@@ -432,6 +431,28 @@ class CachedModel:
             seed=seed,
         )
 
+    def restore(self, save: Save) -> Document:
+        """Returns the document of a save, which has these options."""
+        notes = save.notes
+        distinct = [policy_of(description) for description in notes["policies"]]
+        plan = Plan.create(
+            self.llm.model,
+            [distinct[number] for number in notes["layers"]],
+            max_prompt_tokens=notes["max_prompt_tokens"],
+            max_new_tokens=0,
+            context_tokens=notes["context_tokens"],
+            kv_dtype=_as_tuple(notes["kv_dtype"]),
+            streaming=notes["streaming"],
+            is_short=notes["is_short"],
+        )
+        generator = self._generator_of(plan)
+        prefix = Prefix(generator, tuple(notes["tokens"]), generator.init_state()).freeze().restore(save)
+        context, messages, template_options = None, notes["messages"], notes["template_options"]
+        if messages is not None:
+            context = render_context(self.llm.tokenizer, messages, template_options)
+            messages = tuple(messages)
+        return self.document(prefix, context, messages, template_options, notes["seed"])
+
     def _describe(self, resolved: Policy) -> dict[str, Any]:
         """Returns the options as JSON.
 
@@ -609,34 +630,15 @@ class CachedModel:
         )
 
 
-def open_document(llm: "LanguageModel", directory: str | os.PathLike) -> Document:
+def open_document(llm: TokenizedModel, directory: str | os.PathLike) -> Document:
     """Restores a document from `Document.save`; see `LanguageModel.open`."""
     save = open_save(directory, manifest(llm.model, llm.tokenizer))
-    notes = save.notes
-    policies = [policy_of(description) for description in notes["policies"]]
-    needs_scorer = any(policy.requires.predicted_scores for policy in policies)
-    generator = Generator(
-        llm.model,
-        [policies[number] for number in notes["layers"]],
-        batch=1,
-        max_prompt_tokens=notes["max_prompt_tokens"],
-        max_new_tokens=0,
-        eos=llm.tokenizer.eos_ids,
-        streaming=notes["streaming"],
-        allow_beyond_context=notes["cache"]["allow_beyond_context"],
-        kv_dtype=_as_tuple(notes["kv_dtype"]),
-        scorer=llm.scorer() if needs_scorer else None,
-        context_tokens=notes["context_tokens"],
-        is_short=notes["is_short"],
-    )
-    prefix = Prefix(generator, tuple(notes["tokens"]), generator.init_state()).freeze().restore(save)
-    options = {name: _as_tuple(value) for name, value in notes["cache"].items()}
+    options = {name: _as_tuple(value) for name, value in save.notes["cache"].items()}
     if isinstance(options["policy"], dict):
         options["policy"] = policy_of(options["policy"])
-    messages, template_options = notes["messages"], notes["template_options"]
-    context = None if messages is None else render_context(llm.tokenizer, messages, template_options)
-    messages = None if messages is None else tuple(messages)
-    return llm.cache(**options).document(prefix, context, messages, template_options, notes["seed"])
+    policy, budget, heads = cache_options(options["policy"], options["budget"], options["heads"])
+    kv_dtype, allow_beyond_context = options["kv_dtype"], options["allow_beyond_context"]
+    return CachedModel(llm, policy, budget, kv_dtype, heads, allow_beyond_context).restore(save)
 
 
 def _as_tuple(value: Any) -> Any:
@@ -712,7 +714,7 @@ def read_steps(
 
 
 def encode_text(
-    llm: "LanguageModel", text: Prompt | Sequence[int], chat: bool | None, template_options: TemplateOptions
+    llm: TokenizedModel, text: Prompt | Sequence[int], chat: bool | None, template_options: TemplateOptions
 ) -> tuple[list[int], str | None, tuple[Message, ...] | None]:
     """Returns the tokens of a document's text, and the conversation that questions continue: rendered, and messages."""
     if (isinstance(text, str) and not text.strip()) or (isinstance(text, list | tuple | np.ndarray) and not len(text)):

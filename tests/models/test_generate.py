@@ -16,9 +16,8 @@ from kvjax.policy import Prompt
 from kvjax_models.generation import decode as decode_lib
 from kvjax_models.generation import lowering, prefill, repetition
 from kvjax_models.generation.decode import NO_TOKEN, decode_program
-from kvjax_models.generation.generator import Generator
+from kvjax_models.generation.generator import Generator, prefill_together
 from kvjax_models.generation.plan import Plan
-from kvjax_models.generation.prefill_together import prefill_together
 from kvjax_models.generation.sampling import Sampling
 from kvjax_models.generation.state import compact_layer
 from kvjax_models.model import llama

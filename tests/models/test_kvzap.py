@@ -14,8 +14,7 @@ import kvjax
 from kvjax_models import profile
 from kvjax_models.adapters import layers as adapter_layers
 from kvjax_models.generation import lowering, prefill
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.prefill_together import prefill_together
+from kvjax_models.generation.generator import Generator, prefill_together
 from kvjax_models.model.llama import Llama
 from tests.models import tiny
 from tests.models.loops import decode_all

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvjax.budget import format_bytes
 from kvjax_models import atomic_io
-from kvjax_models.cache import CachedModel, encode_text, read_steps
+from kvjax_models.cache import CachedModel, encode_text, open_document, read_steps
 from kvjax_models.document import Document
 from kvjax_models.prompts import Prompt, TemplateOptions
 from kvjax_models.server.conversations import Conversations
@@ -93,7 +93,7 @@ class Documents:
                     f"document {name!r} does not exist", 404, param="document", code="document_not_found"
                 )
             try:
-                document = self._cache.llm.open(path)
+                document = open_document(self._cache.llm, path)
             except Exception as error:  # damaged files may raise anything
                 logger.exception("document %s cannot be restored", name)
                 raise RequestError(

@@ -18,7 +18,7 @@ from kvjax_models.server.errors import RequestError
 if TYPE_CHECKING:
     from kvjax_models.cache import CachedModel
     from kvjax_models.document import Document
-    from kvjax_models.language_model import LanguageModel
+    from kvjax_models.tokenized_model import TokenizedModel
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -155,7 +155,7 @@ class ChatRequest(_Generation, kw_only=True):
         """Returns the maximum number of new tokens; `max_tokens` is the deprecated name."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def prompts(self, llm: "LanguageModel", document: "Document | None") -> list[list[int]]:
+    def prompts(self, llm: "TokenizedModel", document: "Document | None") -> list[list[int]]:
         """Returns the tokens of the prompt, or of the question to a document.
 
         Args:
@@ -188,7 +188,7 @@ class CompletionRequest(_Generation, kw_only=True):
         """Returns the maximum number of new tokens."""
         return _COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
-    def prompts(self, llm: "LanguageModel", document: "Document | None") -> list[list[int]]:
+    def prompts(self, llm: "TokenizedModel", document: "Document | None") -> list[list[int]]:
         """Returns the tokens of every prompt.
 
         Args:
