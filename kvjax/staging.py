@@ -72,8 +72,8 @@ class Counters:
         return self.present.shape[1]
 
     @property
-    def total(self) -> Int[Array, "B"]:
-        """Tokens that every row has received."""
+    def num_tokens(self) -> Int[Array, "B"]:
+        """Tokens that every row has received, evicted ones included."""
         return self.first + self.count
 
 
@@ -241,6 +241,6 @@ def take_staged(staging: Staging, counters: Counters) -> tuple[Tokens, Counters]
         present=jnp.zeros_like(counters.present),
         offset=jnp.zeros_like(counters.offset),
         count=jnp.zeros_like(counters.count),
-        first=jnp.minimum(counters.total, _MAX_COUNT),
+        first=jnp.minimum(counters.num_tokens, _MAX_COUNT),
     )
     return tokens, emptied
