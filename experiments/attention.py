@@ -151,7 +151,8 @@ def attend(setting: Setting, case: Case, draw: int = 0) -> tuple[np.ndarray, flo
     rows = jax.random.split(jax.random.key(draw), spec.batch)
     cache, counters = compress(policy, spec, rows, jnp.asarray(drawn.keys), jnp.asarray(drawn.values), queries)
     kvjax.raise_faults((cache, counters))
-    attended = kvjax.normalize(jax.jit(kvjax.attend)(cache, counters, drawn.queries))
+    attend = jax.jit(lambda *arguments: kvjax.normalize(kvjax.attend(*arguments)))
+    attended = attend(cache, counters, drawn.queries)
     total = full.full_cache_bytes(spec.max_prompt_tokens)
     return np.asarray(attended, np.float64), row_bytes(policy, full) / total, row_read_bytes(policy, full) / total
 

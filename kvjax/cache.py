@@ -36,7 +36,7 @@ from kvjax.segment import BlockStoreRead, Segment, SegmentLike
 from kvjax.shared.attention_scores import AttentionScores
 from kvjax.sliding_window import SlidingWindow
 from kvjax.spec import MAX_TOKENS, CacheSpec, check_dtype, check_queries, check_sink_logits, check_tokens, is_concrete
-from kvjax.staging import Counters, Staging, init_staging
+from kvjax.staging import Counters, Staging, check_counters, init_staging
 from kvjax.state import batch_size, cache_bytes, count_row_faults, fault, state, static
 from pallas_kernels.quantized_array import array_bytes
 
@@ -307,7 +307,7 @@ def attend(
         >>> kvjax.normalize(kvjax.attend(cache, counters, jnp.ones((1, 1, 4, 8)))).shape
         (1, 1, 4, 8)
     """
-    _check_counters(cache, counters)
+    check_counters(cache.staging, counters, cache.spec)
     check_queries(cache.spec, cache.staging.keys.shape[0], query)
     check_sink_logits(sink_logits, cache.spec.query_heads)
     return Partials(*_attend_only(cache, counters, query, sink_logits))
@@ -392,7 +392,7 @@ def compact(cache: Cache[S], counters: Counters) -> tuple[Cache[S], Counters]:
         >>> int(counters.offset), int(compacted.offset)
         (3, 0)
     """
-    _check_counters(cache, counters)
+    check_counters(cache.staging, counters, cache.spec)
     return _compact(cache, counters)
 
 
@@ -691,20 +691,8 @@ def _count_policy_faults(cache: Cache[S]) -> Cache[S]:
 # --- checks ---
 
 
-def _check_counters(cache: Cache, counters: Counters) -> None:
-    """Raises an error for what are no counters, or those of a cache with other sizes."""
-    if not isinstance(counters, Counters):
-        raise TypeError(f"counters must be kvjax.Counters, which kvjax.init returns, got {type(counters).__name__}")
-    expected = (cache.staging.keys.shape[0], cache.spec.staging_slots)
-    if counters.present.shape != expected:
-        raise ValueError(
-            f"counters of {counters.present.shape[0]} rows and {counters.slots} staging slots do not belong to a cache "
-            f"of {expected[0]} rows and {expected[1]} slots; pass those that kvjax.init returned with the cache"
-        )
-
-
 def _check_new_tokens(cache: Cache, counters: Counters, keys: Array, values: Array, lengths: Array | None) -> None:
-    _check_counters(cache, counters)
+    check_counters(cache.staging, counters, cache.spec)
     check_tokens(cache.spec, cache.staging.keys.shape[0], keys, values, lengths)
 
 

@@ -26,7 +26,7 @@ from kvjax.partials import Partials
 from kvjax.policy import Policy, S
 from kvjax.segment import SegmentLike
 from kvjax.spec import CacheSpec, is_concrete
-from kvjax.staging import Counters
+from kvjax.staging import Counters, check_counters
 from kvjax.state import batch_size, state, static
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def freeze(cache: "Cache[S]", counters: Counters) -> FrozenCache[S]:
         >>> kvjax.cache_bytes(kvjax.freeze(cache, counters)).device < kvjax.cache_bytes(cache).device
         True
     """
+    check_counters(cache.staging, counters, cache.spec)
     if not is_concrete(counters):
         raise ValueError("freeze reads the counters of the cache; call it outside jit")
     if int(counters.offset):

@@ -99,6 +99,28 @@ def init_staging(spec: CacheSpec, slots: int, *, scored: bool = False) -> tuple[
     return staging, Counters(jnp.zeros((spec.batch, slots), bool), jnp.zeros((), jnp.int32), **counts)
 
 
+def check_counters(staging: Staging, counters: Counters, spec: CacheSpec) -> None:
+    """Checks that counters belong to a cache.
+
+    Args:
+        staging: staging buffer of the cache.
+        counters: the counters.
+        spec: spec of the cache.
+
+    Raises:
+        TypeError: if they are no `Counters`.
+        ValueError: if their sizes differ from the cache's.
+    """
+    if not isinstance(counters, Counters):
+        raise TypeError(f"counters must be kvjax.Counters, which kvjax.init returns, got {type(counters).__name__}")
+    (rows, slots), expected = counters.present.shape, (staging.keys.shape[0], spec.staging_slots)
+    if (rows, slots) != expected:
+        raise ValueError(
+            f"counters of {rows} rows and {slots} staging slots do not belong to a cache of {expected[0]} rows and "
+            f"{expected[1]} slots; pass those that kvjax.init returned with the cache"
+        )
+
+
 def append(
     staging: Staging,
     counters: Counters,

@@ -119,10 +119,10 @@ def run_kvjax(policy, spec, weights, prompt, new):
     right_aligned = jnp.stack(
         [jnp.roll(row, PROMPT - length, axis=0) for row, length in zip(query, LENGTHS, strict=True)]
     )
-    cache, _ = kvjax.prefill(cache, key, value, LENGTHS, kvjax.prompt_queries(cache.policy, right_aligned))
+    cache, counters, _ = kvjax.prefill(cache, counters, key, value, LENGTHS, kvjax.prompt_queries(cache.policy, right_aligned))
     outputs, step = [], jax.jit(kvjax.step)
     for token in range(NEW):
-        attended, cache = step(cache, *project(new[:, token : token + 1]))
+        attended, cache, counters = step(cache, counters, *project(new[:, token : token + 1]))
         outputs.append(jnp.einsum("bthd,hdw->btw", attended, weights["out"][0]) + weights["out"][1])
     return np.asarray(jnp.concatenate(outputs, axis=1))
 

@@ -103,7 +103,7 @@ def test_every_policy(policy):
         logits, caches = generate_with_kvjax(model, variables, POLICIES[policy])
     assert np.isfinite(logits).all()
     for cache in caches:
-        kvjax.raise_faults(cache)
+        kvjax.raise_faults((cache, counters))
     assert type(caches[0].policy) is kvjax.SlidingWindow
     assert caches[1].policy == POLICIES[policy].for_layer(caches[1].spec)
     # Attention of the prompt is exact.

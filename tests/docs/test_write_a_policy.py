@@ -39,9 +39,9 @@ def run(policy, queries, keys, values, lengths, **options):
     """Returns the attention output of NEW tokens after a prompt of `lengths` tokens, and the cache."""
     spec = make_spec(BATCH, PROMPT, NEW, head_dim=HEAD_DIM, rope_frequencies=None, **options)
     stream = Stream(keys, values, queries)
-    cache = begin(policy, spec, row_keys(BATCH), *(part[:, :PROMPT] for part in stream), lengths)
-    cache, outputs, _ = go(cache, after(stream, lengths, NEW))
-    kvjax.raise_faults(cache)
+    cache, counters = begin(policy, spec, row_keys(BATCH), *(part[:, :PROMPT] for part in stream), lengths)
+    outputs, cache, counters, *_ = go(cache, counters, after(stream, lengths, NEW))
+    kvjax.raise_faults((cache, counters))
     return outputs, cache
 
 
@@ -63,7 +63,7 @@ def test_policies_decode(page, name, settings, kv_dtype):
     lengths = np.array([PROMPT, 7])
     outputs, cache = run(getattr(page, name)(BUDGET, **settings), *draw(PROMPT + NEW), lengths, kv_dtype=kv_dtype)
     assert np.isfinite(outputs).all()
-    assert kvjax.num_tokens(cache).tolist() == (lengths + NEW).tolist()
+    assert counters.num_tokens.tolist() == (lengths + NEW).tolist()
 
 
 def test_large_values_are_kept_with_the_newest_tokens(page):
@@ -71,7 +71,7 @@ def test_large_values_are_kept_with_the_newest_tokens(page):
     _, cache = run(
         page.RecentAndLargeValues(BUDGET, recent=4, compact_every=1), queries, keys, values, np.array([PROMPT, 7])
     )
-    window = kvjax.compact(cache).state.window
+    window, window_counters = kvjax.compact(cache, counters).state.window
     for row, length in enumerate((PROMPT + NEW, 7 + NEW)):
         for head in range(KV_HEADS):
             norms = np.linalg.norm(values[row, : length - 4, head], axis=-1)

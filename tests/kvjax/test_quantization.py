@@ -172,9 +172,9 @@ def test_a_cache_may_be_bfloat16_beside_a_float32_model():
 def attend(kv_dtype, keys, values, queries, new=8):
     """Returns the attention output of queries after a prompt in a full cache, and the cache."""
     spec = make_spec(batch=1, prompt=keys.shape[1], new=new, kv_dtype=kv_dtype)
-    cache = kvjax.init(kvjax.Exact(), spec, row_keys(1))
-    cache, _ = kvjax.prefill(cache, keys, values, jnp.array([keys.shape[1]]))
-    return np.asarray(kvjax.normalize(kvjax.attend(cache, queries))), cache
+    cache, counters = kvjax.init(kvjax.Exact(), spec, row_keys(1))
+    cache, counters, _ = kvjax.prefill(cache, counters, keys, values, jnp.array([keys.shape[1]]))
+    return np.asarray(kvjax.normalize(kvjax.attend(cache, counters, queries))), cache
 
 
 def test_the_mean_of_keys_costs_no_bits_and_is_computed_once():
@@ -189,5 +189,5 @@ def test_the_mean_of_keys_costs_no_bits_and_is_computed_once():
     assert errors[1] < 1.5 * errors[0] + 1e-6
     offset = cache.state.keys.offset
     np.testing.assert_allclose(offset, np.mean(keys, axis=1), rtol=1e-5, atol=1e-5)
-    later = kvjax.compact(kvjax.append(cache, stream.keys[:1, 40:44], stream.values[:1, 40:44]))
+    later, _ = kvjax.compact(*kvjax.append(cache, counters, stream.keys[:1, 40:44], stream.values[:1, 40:44]))
     np.testing.assert_array_equal(later.state.keys.offset, offset)

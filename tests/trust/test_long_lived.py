@@ -45,7 +45,7 @@ def make_block(rng, tokens):
 
 def prefill_cache(policy, rng, prefill=kvjax.prefill):
     prompt = make_block(rng, 32)
-    cache = kvjax.init(policy, SPEC, jax.random.split(jax.random.key(0), 2))
+    cache, counters = kvjax.init(policy, SPEC, jax.random.split(jax.random.key(0), 2))
     return prefill(cache, prompt["keys"], prompt["values"], jnp.array([32, 20]))[0]
 
 
@@ -64,9 +64,9 @@ def test_a_loop_without_jit_compiles_nothing_twice(make_policy, num_compiled):
     for _ in range(2):
         cache = prefill_cache(make_policy(), rng)
         for _ in range(40):
-            _, cache = kvjax.step(cache, **make_block(rng, 1))
+            _, cache, counters = kvjax.step(cache, counters, **make_block(rng, 1))
             counts.append(num_compiled())
-        kvjax.raise_faults(cache)
+        kvjax.raise_faults((cache, counters))
     assert len(set(counts[9:])) == 1, counts
 
 
@@ -77,7 +77,7 @@ def test_outputs_are_equal_with_and_without_jit():
         rng = np.random.default_rng(1)
         cache = prefill_cache(kvjax.Uniform(16, **WINDOW), rng, prefill)
         for _ in range(6):
-            output, cache = step(cache, **make_block(rng, 3))
+            output, cache, counters = step(cache, counters, **make_block(rng, 3))
         outputs.append(output)
     np.testing.assert_allclose(*outputs, rtol=1e-6, atol=1e-6)
 

@@ -40,7 +40,7 @@ def exact_cache(batch=BATCH):
 
 
 def with_overflow(cache, overflow):
-    counters = dataclasses.replace(cache.counters, overflow=jnp.array([overflow], jnp.int32))
+    counters = dataclasses.replace(counters, overflow=jnp.array([overflow], jnp.int32))
     return dataclasses.replace(cache, counters=counters)
 
 
@@ -59,15 +59,15 @@ def make_blocks(seed=0, tokens=40):
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def run_policy(policy, spec, keys, queries, values, lengths, blocks, counts, last_query):
     """Returns the outputs of every block and of a last query, and the cache."""
-    cache = kvjax.init(policy, spec, jax.random.split(jax.random.key(1), spec.batch))
+    cache, counters = kvjax.init(policy, spec, jax.random.split(jax.random.key(1), spec.batch))
     prompt_queries = kvjax.prompt_queries(cache.policy, queries)
-    cache, _ = kvjax.prefill(cache, keys, values, lengths, queries=prompt_queries)
+    cache, counters, _ = kvjax.prefill(cache, counters, keys, values, lengths, queries=prompt_queries)
     outputs = []
     for block, count in zip(blocks, counts, strict=True):
-        output, cache = kvjax.step(cache, *block, count)
+        output, cache, counters = kvjax.step(cache, counters, *block, count)
         outputs.append(output)
-        cache = kvjax.compact(cache)
-    return outputs, kvjax.normalize(kvjax.attend(cache, last_query)), cache
+        cache, counters = kvjax.compact(cache, counters)
+    return outputs, kvjax.normalize(kvjax.attend(cache, counters, last_query)), cache
 
 
 @pytest.mark.parametrize("name", each(POLICIES, quick=["uniform", "snapkv"]))
@@ -91,7 +91,7 @@ def test_padding_has_no_effect(name):
     assert np.isfinite(expected_last).all()
     for padding in (np.nan, np.inf, 3e38):
         outputs, last, cache = run(padding)
-        kvjax.raise_faults(cache)
+        kvjax.raise_faults((cache, counters))
         for output, expected_output, mask in zip(outputs, expected, block_masks, strict=True):
             np.testing.assert_array_equal(np.asarray(output)[mask], np.asarray(expected_output)[mask])
         np.testing.assert_array_equal(last, expected_last)
@@ -109,13 +109,13 @@ CONTEXTS = [
 def run_eagerly(policy):
     """Calls every function of a cache without jit; returns outputs, numbers of tokens, read bytes and the cache."""
     (queries, keys, values), block, _ = make_blocks()
-    cache = kvjax.init(policy, make_spec(), jax.random.split(jax.random.key(1), BATCH))
-    cache, _ = kvjax.prefill(cache, keys, values, np.array(LENGTHS), kvjax.prompt_queries(cache.policy, queries))
-    output, cache = kvjax.step(cache, *block, np.array([8, 0, 3]))
-    cache = kvjax.insert_rows(kvjax.compact(cache), kvjax.compact(kvjax.take_rows(cache, [1])), [0])
-    partials = kvjax.attend(kvjax.append(cache, *block[1:]), block[0])
-    kvjax.raise_faults(cache)
-    return [output, kvjax.normalize(partials)], kvjax.num_tokens(cache), kvjax.read_bytes(cache), cache
+    cache, counters = kvjax.init(policy, make_spec(), jax.random.split(jax.random.key(1), BATCH))
+    cache, counters, _ = kvjax.prefill(cache, counters, keys, values, np.array(LENGTHS), kvjax.prompt_queries(cache.policy, queries))
+    output, cache, counters = kvjax.step(cache, counters, *block, np.array([8, 0, 3]))
+    cache = kvjax.insert_rows(kvjax.compact(cache, counters), kvjax.compact(kvjax.take_rows(cache, [1])), [0])
+    partials = kvjax.attend(kvjax.append(cache, counters, *block[1:]), block[0])
+    kvjax.raise_faults((cache, counters))
+    return [output, kvjax.normalize(partials)], counters.num_tokens, kvjax.read_bytes(cache), cache
 
 
 @pytest.mark.parametrize("name", each(POLICIES, quick=["uniform"]))
@@ -156,12 +156,12 @@ append = jax.jit(kvjax.append)
 def test_overflow_counters_never_wrap_to_zero(length, overflow):
     cache, keys = with_overflow(exact_cache(1), overflow), jnp.zeros((1, 8, 2, HEAD_DIM))
     for _ in range(2):
-        cache = append(cache, keys, keys, jnp.array([length], jnp.int32))
+        cache, counters = append(cache, counters, keys, keys, jnp.array([length], jnp.int32))
     is_valid = overflow == 0 and length == 0  # any other second block overflows
-    assert bool((np.asarray(cache.counters.overflow) == 0).all()) == is_valid
+    assert bool((np.asarray(counters.overflow) == 0).all()) == is_valid
     if not is_valid:
         with pytest.raises(ValueError, match="overflow="):
-            kvjax.raise_faults(cache)
+            kvjax.raise_faults((cache, counters))
 
 
 def test_faults_of_two_rows_do_not_cancel():
@@ -288,7 +288,7 @@ def test_invalid_rows(rows):
 
 
 def test_rows_may_have_any_integer_dtype():
-    _, cache = kvjax.step(exact_cache(), *make_blocks()[1], np.array([1, 2, 3], np.int32))
+    _, cache, counters = kvjax.step(exact_cache(), *make_blocks()[1], np.array([1, 2, 3], np.int32))
     for rows in (jnp.flatnonzero(jnp.array([True, False, True])), [0, 2], np.array([0, 2], np.uint64)):
         np.testing.assert_array_equal(kvjax.num_tokens(kvjax.take_rows(cache, rows)), [1, 3])
 

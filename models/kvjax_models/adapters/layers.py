@@ -55,7 +55,8 @@ def init_caches(
 ) -> tuple[tuple[kvjax.Cache, kvjax.Counters], ...]:
     """Returns an empty cache and its counters per layer.
 
-    The caches are equal to those of `kvjax_models.LanguageModel` for the same seed. All layers compact together, as often as the layer with the smallest `compact_every` needs.
+    The caches are equal to those of `kvjax_models.LanguageModel` for the same seed. All layers compact
+    together, as often as the layer with the smallest `compact_every` needs.
 
     Args:
         policy: policy of the model.
