@@ -38,7 +38,8 @@ def test_every_compaction_scores_all_tokens_again():
     kept = [list(range(28)), list(range(28))]
     for count in range(28, TOKENS + 1, 4):
         if count > 28:
-            cache, counters = kvjax.compact(kvjax.append(cache, counters, keys[:, count - 4 : count], values[:, count - 4 : count]))
+            staged = kvjax.append(cache, counters, keys[:, count - 4 : count], values[:, count - 4 : count])
+            cache, counters = kvjax.compact(*staged)
         for row, tokens in enumerate(kept):
             tokens += range(max(28, count - 4), count)
             scores = np.array([scores_of(queries[row, :, head], keys[row, tokens, 0], count - 1) for head in (0, 1)])

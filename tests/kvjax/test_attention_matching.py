@@ -310,7 +310,7 @@ def test_padding_does_not_matter(settings):
 @pytest.mark.parametrize("settings", [{"selection": "omp"}, {"refine_steps": 5}], ids=str)
 def test_a_budget_of_all_tokens_changes_nothing(settings):
     stream = make_stream()
-    cache, counters = prefilled(dataclasses.replace(POLICY, budget=40, **settings), stream)
+    cache, _ = prefilled(dataclasses.replace(POLICY, budget=40, **settings), stream)
     assert (np.asarray(cache.state.log_weights) == 0).all()
     values = np.asarray(cache.state.values)
     for row, length in enumerate(LENGTHS):

@@ -149,7 +149,7 @@ def test_every_policy_equals_one_device_and_is_sharded(name, sequence):
 
 
 def collectives_of(name, mesh, longest, function):
-    """Returns kinds and bytes of the collectives of a function of a cache and counters for prompts of up to `longest` tokens."""
+    """Returns kinds and bytes of a function's collectives for a cache of prompts of up to `longest` tokens."""
     spec = dataclasses.replace(SPEC, max_prompt_tokens=longest)
     state = jax.eval_shape(lambda keys: kvjax.init(POLICIES[name], spec, keys, mesh), row_keys(SPEC.batch))
     state = jax.tree.map(
