@@ -125,9 +125,9 @@ def test_needles_have_weight_one_from_layer_1_on():
     np.testing.assert_array_equal(cache.state.unkept, [[0, 6], [0, 0], [0, 0]])
     # Six needles and 7 halved tokens.
     assert cache.state.window.selected == 6 + 7 + 24
-    first, carry = prefill(0, None)
+    first, _, carry = prefill(0, None)
     assert carry is None and np.all(first.state.unkept == 0)
-    _, carry = prefill(1, None)
+    *_, carry = prefill(1, None)
     middle = jnp.arange(PROMPT - 2) < jnp.maximum(lengths - 10, 0)[:, None]
     expected = needle_marks(jnp.array(keys[0, 2:, 1]), middle[0], 8)
     np.testing.assert_array_equal(carry[0, 1], expected)

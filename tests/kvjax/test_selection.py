@@ -205,7 +205,7 @@ def prefill_with_scores(policy, scores):
 @pytest.mark.parametrize("reserve", [False, True])
 def test_kvzap_keeps_the_tokens_with_the_highest_predicted_scores(reserve):
     policy, scores = kvjax.KVzap(20, compact_every=4, reserve_decode_slots=reserve), predicted_scores()
-    kept = np.asarray(prefill_with_scores(policy, jnp.asarray(scores)).state.values).argmax(-1)
+    kept = np.asarray(prefill_with_scores(policy, jnp.asarray(scores))[0].state.values).argmax(-1)
     for (row, length), head in itertools.product(enumerate(LENGTHS), range(2)):
         best = best_tokens(scores[row, head, :length], policy)
         assert kept[row, head, : len(best)].tolist() == best
