@@ -19,7 +19,6 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import kvjax
-from kvjax.cache import with_counters
 from kvjax.messages import shorten
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import GREEDY, Sampling, row_sampling
@@ -53,7 +52,7 @@ class Prefix:
 
     def freeze(self) -> "Prefix":
         """Returns the prefix for rows that share it, without staging buffers; the entries are not copied."""
-        layers = tuple(kvjax.freeze(with_counters(cache, self.state.counters)) for cache in self.state.layers)
+        layers = tuple(kvjax.freeze(cache, self.state.counters) for cache in self.state.layers)
         return dataclasses.replace(self, state=dataclasses.replace(self.state, layers=layers))
 
     @property

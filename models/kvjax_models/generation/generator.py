@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
-from kvjax.cache import LayerCache
 from kvjax.messages import format_bytes, shorten
 from kvjax.policy import Policy, Repetition, merge_requirements
 from kvjax.quantization import KVDtype
@@ -490,7 +489,7 @@ def _prefill_in_one_pass(
 ) -> Iterator[list[GenerationState] | None]:
     """Processes prompts as `prefill_together`, for generators that need at most one repetition of the prompts."""
     layers, tokens, lengths = prefill_for(generators, prompts, shared_lengths=shared_lengths)
-    caches: list[list[LayerCache]] = [[] for _ in generators]
+    caches: list[list[kvjax.Cache]] = [[] for _ in generators]
     carries: list[Any] = [None for _ in generators]
     counters = [state.counters for state in states]
     recurrent: list[RecurrentState] = []
