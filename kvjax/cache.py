@@ -28,7 +28,7 @@ from kvjax import staging as stagings
 from kvjax.attention import AttentionStats, attend_with_stats
 from kvjax.distributed.collectives import SEQUENCE, TENSOR, sum_over_heads, sum_over_sequence
 from kvjax.distributed.sharding import check_axes, per_device, shardings
-from kvjax.frozen_cache import FrozenCache, attend_frozen, check_text, frozen_segments
+from kvjax.frozen_cache import FrozenCache, attend_frozen, check_prefix, frozen_segments
 from kvjax.jax_flags import with_default_flags
 from kvjax.partials import Partials, normalize
 from kvjax.policy import Policy, Prompt, RepeatedPrompt, S
@@ -324,7 +324,7 @@ def step(
     sink_logits: Float[Array, "H_q"] | None = None,
     predicted_scores: Float[Array, "B H_kv T"] | None = None,
     compact_when_full: bool = True,
-    text: FrozenCache | None = None,
+    prefix: FrozenCache | None = None,
 ) -> tuple[Float[Array, "B T H_q D_v"], Cache[S], Counters]:
     """Appends T tokens and returns their causal attention to the cache.
 
@@ -338,7 +338,7 @@ def step(
         predicted_scores: scores of the new tokens, as for `prefill`, if the policy needs them.
         compact_when_full: whether to compact first if the tokens do not fit into the staging buffer. False saves a
             conditional per step in a compiled loop that calls `compact` itself.
-        text: D frozen texts that the rows continue, B / D rows each, in order; the queries attend to them, too.
+        prefix: D frozen prefixes that the rows share, B / D rows each, in order; the queries attend to them, too.
 
     Returns:
         The attention output, float32, the cache and the counters.
@@ -363,10 +363,10 @@ def step(
     check_sink_logits(sink_logits, cache.spec.query_heads)
     _check_new_scores(cache, predicted_scores, keys)
     _check_free_slots(cache, counters, keys, lengths, compacts=compact_when_full)
-    if text is not None:
-        check_text(text, cache.spec)
+    if prefix is not None:
+        check_prefix(prefix, cache.spec)
     new = (query, keys, values, lengths, sink_logits, predicted_scores)
-    return _step(cache, counters, *new, text, compact_when_full=compact_when_full)
+    return _step(cache, counters, *new, prefix, compact_when_full=compact_when_full)
 
 
 def compact(cache: Cache[S], counters: Counters) -> tuple[Cache[S], Counters]:
@@ -396,6 +396,41 @@ def compact(cache: Cache[S], counters: Counters) -> tuple[Cache[S], Counters]:
     return _compact(cache, counters)
 
 
+def freeze(cache: Cache[S], counters: Counters) -> FrozenCache[S]:
+    """Returns the entries of a cache, without the staging buffer.
+
+    Args:
+        cache: a cache without staged tokens; it shares its buffers with the result.
+        counters: its counters.
+
+    Returns:
+        The frozen cache.
+
+    Raises:
+        ValueError: if tokens are staged, or the call is inside jit.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, kvjax
+        >>> spec = kvjax.CacheSpec(
+        ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=0
+        ... )
+        >>> cache, counters = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
+        >>> keys = values = jnp.ones((1, 64, 2, 8))
+        >>> cache, counters, _ = kvjax.prefill(cache, counters, keys, values, jnp.array([50]))
+        >>> kvjax.cache_bytes(kvjax.freeze(cache, counters)).device < kvjax.cache_bytes(cache).device
+        True
+    """
+    check_counters(cache.staging, counters, cache.spec)
+    if not is_concrete(counters):
+        raise ValueError("freeze reads the counters of the cache; call it outside jit")
+    if int(counters.offset):
+        raise ValueError(
+            f"the staging buffer holds tokens in {int(counters.offset)} slots, which a frozen cache would lose; call "
+            "kvjax.compact first"
+        )
+    return FrozenCache(cache.state, policy=cache.policy, spec=cache.spec, mesh=cache.mesh)
+
+
 @with_default_flags
 def read_bytes(cache: Cache | FrozenCache) -> int:
     """Returns the bytes of the cache that one decode step reads, computed from shapes and dtypes.
@@ -403,7 +438,7 @@ def read_bytes(cache: Cache | FrozenCache) -> int:
     They include segments, the index and the selected blocks of a retrieval policy, and attention scores.
 
     Args:
-        cache: the cache, possibly abstract (`jax.eval_shape`); of frozen texts, the bytes that are read once for all
+        cache: the cache, possibly abstract (`jax.eval_shape`); of frozen prefixes, the bytes that are read once for all
             rows that continue them.
 
     Returns:
@@ -543,7 +578,7 @@ def _step(
     lengths: Int[Array, "B"] | None,
     sink_logits: Float[Array, "H_q"] | None,
     predicted_scores: Float[Array, "B H_kv T"] | None,
-    text: FrozenCache | None,
+    prefix: FrozenCache | None,
     *,
     compact_when_full: bool,
 ) -> tuple[Float[Array, "B T H_q D_v"], Cache[S], Counters]:
@@ -552,7 +587,7 @@ def _step(
         full = counters.offset + keys.shape[1] > counters.slots
         cache, counters = jax.lax.cond(full, _compact_shard, lambda *unchanged: unchanged, cache, counters)
     cache, counters = _stage(cache, counters, keys, values, lengths, predicted_scores)
-    partials, cache = _attend(cache, counters, query, sink_logits, text, causal=True)
+    partials, cache = _attend(cache, counters, query, sink_logits, prefix, causal=True)
     return normalize(partials), cache, counters
 
 
@@ -601,7 +636,7 @@ def _attend(
     counters: Counters,
     query: Float[Array, "B T H_q D"],
     sink_logits: Float[Array, "H_q"] | None,
-    text: FrozenCache | None = None,
+    prefix: FrozenCache | None = None,
     *,
     causal: bool,
 ) -> tuple[Partials, Cache[S]]:
@@ -610,11 +645,11 @@ def _attend(
     appended = stagings.appended_mask(counters, tokens) if causal else None
     scaled, segments = _scale_queries(cache.spec, query), _segments(cache, counters, tokens)
     others: tuple[Partials, ...] = ()
-    text_segments: tuple[SegmentLike, ...] = ()
-    if text is not None:
+    prefix_segments: tuple[SegmentLike, ...] = ()
+    if prefix is not None:
         visible = counters.first[:, None] + stagings.num_visible_staged(counters, tokens)
-        of_text, text_segments = attend_frozen(text, scaled, visible, kv_heads)
-        others = (of_text,)
+        of_prefix, prefix_segments = attend_frozen(prefix, scaled, visible, kv_heads)
+        others = (of_prefix,)
     partials, stats = attend_with_stats(
         scaled,
         segments,
@@ -625,7 +660,7 @@ def _attend(
         sink_logits=sink_logits,
         others=others,
     )
-    if any(isinstance(one, Segment) and one.log_den is not None for one in (*segments, *text_segments)):
+    if any(isinstance(one, Segment) and one.log_den is not None for one in (*segments, *prefix_segments)):
         # Numerator and denominator have different entries, so that their ratio is not a mean of values.
         invalid = jnp.any(~_has_finite_output(partials), axis=2)
         if appended is not None:

@@ -6,6 +6,7 @@ from kvjax.cache import Cache as Cache
 from kvjax.cache import append as append
 from kvjax.cache import attend as attend
 from kvjax.cache import compact as compact
+from kvjax.cache import freeze as freeze
 from kvjax.cache import init as init
 from kvjax.cache import prefill as prefill
 from kvjax.cache import read_bytes as read_bytes
@@ -18,7 +19,6 @@ from kvjax.combinators.head_budgets import HeadBudgets as HeadBudgets
 from kvjax.combinators.host_memory import HostMemory as HostMemory
 from kvjax.distributed.sharding import make_mesh as make_mesh
 from kvjax.frozen_cache import FrozenCache as FrozenCache
-from kvjax.frozen_cache import freeze as freeze
 from kvjax.methods.table import *  # noqa: F403
 from kvjax.methods.top_k.top_k_policy import TopKPolicy as TopKPolicy
 from kvjax.partials import normalize as normalize

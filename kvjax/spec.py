@@ -48,7 +48,7 @@ class CacheSpec:
         head_dim: dimensions of a query and a key.
         max_prompt_tokens: maximum length of the prompt of `prefill`, in tokens.
         max_new_tokens: maximum number of tokens that are appended after it, over all turns of a conversation; 0 for a
-            text that `kvjax.freeze` freezes.
+            prefix that `kvjax.freeze` freezes.
         dtype: dtype of stored keys and values that are not quantized.
         kv_dtype: quantization format of stored keys and values ("int8", "fp8", "int4", "int3", "int2"), a pair of
             formats (keys, values), or None. Staged tokens are never quantized. "bfloat16" sets `dtype`, whatever the

@@ -522,7 +522,7 @@ class CachedModel:
             max_new_tokens=max_new_tokens,
             context_tokens=reader.context_tokens,
             kv_dtype=reader.kv_dtype,
-            continues_texts=True,
+            is_suffix=True,
         )
         return self._generator_of(plan)
 

@@ -46,7 +46,7 @@ def continue_texts(text, rows, *, tail=None, seed=5, sink_logits=None, **changes
     outputs, start = [], 0
     for count in STEPS:
         block = [part[:, start : start + count] for part in (stream.queries, stream.keys, stream.values)]
-        output, cache, counters = step(cache, counters, *block, text=text, sink_logits=sink_logits)
+        output, cache, counters = step(cache, counters, *block, prefix=text, sink_logits=sink_logits)
         outputs.append(np.asarray(output))
         start += count
     kvjax.raise_faults((cache, counters))
@@ -128,7 +128,7 @@ def test_misuse_is_refused():
     with pytest.raises(ValueError, match="outside jit"):
         jax.jit(lambda *state: kvjax.freeze(*state))(cache, counters)
     text = kvjax.freeze(cache, counters)
-    with pytest.raises(ValueError, match="3 rows cannot continue 2 texts"):
+    with pytest.raises(ValueError, match="3 rows cannot continue 2 prefixes"):
         continue_texts(text, range(3))
     with pytest.raises(ValueError, match="window=None differs from the cache's window=16"):
         continue_texts(text, range(4), window=16)

@@ -273,7 +273,7 @@ def test_rows_of_frozen_texts(name):
     @functools.partial(jax.jit, static_argnames=("mesh",))
     def run(mesh, text):
         tail = kvjax.init(kvjax.Exact(), dataclasses.replace(SPEC, max_prompt_tokens=1), row_keys(SPEC.batch), mesh)
-        return kvjax.step(*tail, queries[:, :8], keys[:, :8], values[:, :8], NEW, text=text)[0]
+        return kvjax.step(*tail, queries[:, :8], keys[:, :8], values[:, :8], NEW, prefix=text)[0]
 
     outputs = []
     for mesh in (None, kvjax.make_mesh(SPEC.kv_heads, data=2, tensor=4)):

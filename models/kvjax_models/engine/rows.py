@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int
 
 import kvjax
 from kvjax.state import count_row_faults
-from kvjax_models.generation.decode import Texts, decode_block
+from kvjax_models.generation.decode import Prefixes, decode_block
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.sampling import SampledTokens
 from kvjax_models.generation.state import GenerationState, compact_layers, constrain_state
@@ -43,7 +43,7 @@ class Rows:
         self.generator, self._mesh = generator, generator.mesh
         self.state: GenerationState | None = None
         self.in_block = 0
-        self.entries: Texts = None
+        self.entries: Prefixes = None
         self._prefixes: list[Prefix | None] = [None] * groups
 
     @property

@@ -29,7 +29,7 @@ MIN_LAYERS = 16
 NO_TOKEN = -1  # in blocks of new tokens, after the end of a finished sequence
 Scorer: TypeAlias = Float[Array | np.ndarray, "L W+2 H_kv"]  # `profile.Profile.scorer`
 
-Texts: TypeAlias = tuple[kvjax.FrozenCache, ...] | None  # the frozen texts that rows continue, one per cache
+Prefixes: TypeAlias = tuple[kvjax.FrozenCache, ...] | None  # the frozen prefixes that rows share, one per cache
 
 M = TypeVar("M", Llama, DecoderLayer, RecurrentLayer)
 
@@ -106,7 +106,7 @@ def append_block(
     state: GenerationState,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
-    texts: Texts = None,
+    prefixes: Prefixes = None,
 ) -> GenerationState:
     """Appends a block of prompt tokens to the caches, all at once.
 
@@ -116,15 +116,15 @@ def append_block(
         state: state before the block; donated.
         tokens: padded tokens.
         lengths: number of tokens of each row.
-        texts: the frozen texts that the rows continue; None for rows that have all their tokens in their own caches.
+        prefixes: the frozen prefixes that the rows share; None for rows that have all their tokens in their own caches.
 
     Returns:
         The state after the block.
     """
     if not runs_by_layer(state, mesh):
-        return append_program(split.model, mesh, state, tokens, lengths, texts, split.scorer)
+        return append_program(split.model, mesh, state, tokens, lengths, prefixes, split.scorer)
     tokens, lengths = _commit(state, tokens, lengths)
-    return _append_by_layer(split, mesh, state, tokens, lengths, texts)[0]
+    return _append_by_layer(split, mesh, state, tokens, lengths, prefixes)[0]
 
 
 def score_block(
@@ -133,7 +133,7 @@ def score_block(
     state: GenerationState,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
-    texts: Texts = None,
+    prefixes: Prefixes = None,
 ) -> tuple[GenerationState, Float[Array, "B T"], Bool[Array, "B T"]]:
     """Appends a block like `append_block` and scores its tokens.
 
@@ -143,16 +143,16 @@ def score_block(
         state: state before the block; donated.
         tokens: padded tokens.
         lengths: number of tokens of each row.
-        texts: as for `append_block`.
+        prefixes: as for `append_block`.
 
     Returns:
         The state after the block, the log-probability of each token, and whether it was the most likely one. The first
         token is scored with the state's logits.
     """
     if not runs_by_layer(state, mesh):
-        return score_program(split.model, mesh, state, tokens, lengths, texts, split.scorer)
+        return score_program(split.model, mesh, state, tokens, lengths, prefixes, split.scorer)
     tokens, lengths = _commit(state, tokens, lengths)
-    return _score_by_layer(split, mesh, state, tokens, lengths, texts)
+    return _score_by_layer(split, mesh, state, tokens, lengths, prefixes)
 
 
 def decode_block(
@@ -162,7 +162,7 @@ def decode_block(
     block_size: int,
     state: GenerationState,
     steps: int,
-    texts: Texts = None,
+    prefixes: Prefixes = None,
 ) -> tuple[GenerationState, SampledTokens]:
     """Runs decode steps until all sequences are finished or `steps` is reached.
 
@@ -173,7 +173,7 @@ def decode_block(
         block_size: maximum number of steps.
         state: state before the block; donated.
         steps: number of steps, at most `block_size`.
-        texts: as for `append_block`.
+        prefixes: as for `append_block`.
 
     Returns:
         The state after the block, and NumPy arrays [B, n, ...] of the tokens of its n steps, with `NO_TOKEN` after the
@@ -181,12 +181,14 @@ def decode_block(
     """
     if not runs_by_layer(state, mesh):
         count = replicate(np.int32(steps), mesh)
-        state, block, num_steps = decode_program(split.model, mesh, eos, block_size, state, count, texts, split.scorer)
+        state, block, num_steps = decode_program(
+            split.model, mesh, eos, block_size, state, count, prefixes, split.scorer
+        )
         return state, SampledTokens(*(np.asarray(part)[:, : int(num_steps)] for part in block))
     sampled: list[SampledTokens] = []
     # The first program of a step gives `done`, so that the host calls the next step's while this one's layers run.
     while len(sampled) < steps and not np.asarray(state.done).all():
-        state, tokens = _decode_step(split, mesh, eos, state, texts)
+        state, tokens = _decode_step(split, mesh, eos, state, prefixes)
         sampled.append(tokens)
     if not sampled:
         sampled, steps = [_no_tokens(state)], 0
@@ -216,10 +218,10 @@ def _append_by_layer(
     state: GenerationState,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
-    texts: Texts,
+    prefixes: Prefixes,
 ) -> tuple[GenerationState, Float[Array, "B T W"]]:
     """Returns the state after a block, and the residual stream of its tokens."""
-    x, state = _step_layers(split, mesh, state, _embed(split.outer, mesh, tokens), lengths, texts)
+    x, state = _step_layers(split, mesh, state, _embed(split.outer, mesh, tokens), lengths, prefixes)
     rows = _last_logits(split.outer, dataclasses.replace(state, layers=(), recurrent=()), x, tokens, lengths)
     return constrain_state(dataclasses.replace(rows, layers=state.layers, recurrent=state.recurrent), mesh), x
 
@@ -230,10 +232,10 @@ def _append_block(
     state: GenerationState,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
-    texts: Texts,
+    prefixes: Prefixes,
     scorer: Scorer | None,
 ) -> GenerationState:
-    return _append_by_layer(split_model(model, scorer, state.context_tokens), mesh, state, tokens, lengths, texts)[0]
+    return _append_by_layer(split_model(model, scorer, state.context_tokens), mesh, state, tokens, lengths, prefixes)[0]
 
 
 def _score_by_layer(
@@ -242,10 +244,10 @@ def _score_by_layer(
     state: GenerationState,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
-    texts: Texts,
+    prefixes: Prefixes,
 ) -> tuple[GenerationState, Float[Array, "B T"], Bool[Array, "B T"]]:
     previous_logits = state.logits
-    state, x = _append_by_layer(split, mesh, state, tokens, lengths, texts)
+    state, x = _append_by_layer(split, mesh, state, tokens, lengths, prefixes)
     return state, *_token_scores(split.outer, mesh, previous_logits, x, tokens)
 
 
@@ -255,10 +257,10 @@ def _score_block(
     state: GenerationState,
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
-    texts: Texts,
+    prefixes: Prefixes,
     scorer: Scorer | None,
 ) -> tuple[GenerationState, Float[Array, "B T"], Bool[Array, "B T"]]:
-    return _score_by_layer(split_model(model, scorer, state.context_tokens), mesh, state, tokens, lengths, texts)
+    return _score_by_layer(split_model(model, scorer, state.context_tokens), mesh, state, tokens, lengths, prefixes)
 
 
 def _decode_block(
@@ -268,7 +270,7 @@ def _decode_block(
     block_size: int,
     state: GenerationState,
     steps: Int[Array, ""],
-    texts: Texts,
+    prefixes: Prefixes,
     scorer: Scorer | None,
 ) -> tuple[GenerationState, SampledTokens, Int[Array, ""]]:
     """Runs decode steps in one compiled loop; returns the state, the tokens of a full block and the steps."""
@@ -277,7 +279,7 @@ def _decode_block(
     def step(carry):
         """Runs one decode step on the `carry`: the number of steps, the state and the tokens of the block."""
         number, state, block = carry
-        state, sampled = _decode_step(split, mesh, eos, state, texts)
+        state, sampled = _decode_step(split, mesh, eos, state, prefixes)
 
         def write(block: Array, new: Array) -> Array:
             start = (jnp.zeros_like(number), number, *[jnp.zeros_like(number)] * (block.ndim - 2))
@@ -310,13 +312,13 @@ decode_program = jax.jit(_decode_block, static_argnames=("mesh", "eos", "block_s
 
 
 def _decode_step(
-    split: SplitModel, mesh: Mesh | None, eos: tuple[int, ...], state: GenerationState, texts: Texts
+    split: SplitModel, mesh: Mesh | None, eos: tuple[int, ...], state: GenerationState, prefixes: Prefixes
 ) -> tuple[GenerationState, SampledTokens]:
     """Samples a token from the logits and computes the next logits; returns the state and the tokens."""
     rows = dataclasses.replace(state, layers=(), recurrent=())
     rows, sampled, x, lengths = _sample_token(split.outer, mesh, eos, rows)
     rows = dataclasses.replace(rows, layers=state.layers, recurrent=state.recurrent)
-    x, state = _step_layers(split, mesh, rows, x, lengths, texts)
+    x, state = _step_layers(split, mesh, rows, x, lengths, prefixes)
     # Without `done`, which the host reads while the layers run.
     rest: dict[str, Any] = {"layers": (), "recurrent": (), "done": ()}
     rows = _next_logits(split.outer, dataclasses.replace(state, **rest), sampled.token, x, lengths)
@@ -329,20 +331,20 @@ def _step_layers(
     state: GenerationState,
     x: Float[Array, "B T W"],
     lengths: Int[Array, "B"],
-    texts: Texts,
+    prefixes: Prefixes,
 ) -> tuple[Float[Array, "B T W"], GenerationState]:
     """Computes the layers of new tokens; returns the residual stream, and the state with new caches and states."""
     layers, recurrent, counters, positions = [], [], state.counters, state.positions
-    of_caches = (None,) * len(state.layers) if texts is None else texts
+    of_caches = (None,) * len(state.layers) if prefixes is None else prefixes
     caches, states = zip(state.layers, of_caches, strict=True), iter(state.recurrent)
     for module, rotary, scorer in split.layers:
         if rotary is None:
             x, new_state = step_recurrent_layer(module, mesh, next(states), x, lengths)
             recurrent.append(new_state)
             continue
-        cache, text = next(caches)
+        cache, prefix = next(caches)
         used_scorer = scorer if cache.policy.requires.predicted_scores else None
-        x, cache, new_counters = step_layer(module, rotary, cache, counters, x, positions, lengths, text, used_scorer)
+        x, cache, new_counters = step_layer(module, rotary, cache, counters, x, positions, lengths, prefix, used_scorer)
         layers.append(cache)
     # Every layer counts the same tokens; XLA computes the counters once.
     return x, dataclasses.replace(state, layers=tuple(layers), recurrent=tuple(recurrent), counters=new_counters)
@@ -360,7 +362,7 @@ def step_layer(
     x: Float[Array, "B T W"],
     positions: Int[Array, "B"],
     lengths: Int[Array, "B"],
-    text: kvjax.FrozenCache | None = None,
+    prefix: kvjax.FrozenCache | None = None,
     scorer: Float[Array, "H_kv W+2"] | None = None,
 ) -> tuple[Float[Array, "B T W"], kvjax.Cache, kvjax.Counters]:
     """Appends tokens to one layer's cache and computes the layer.
@@ -373,7 +375,7 @@ def step_layer(
         x: residual stream; donated.
         positions: number of tokens of each row before these.
         lengths: number of these tokens of each row.
-        text: the frozen texts that the rows continue.
+        prefix: the frozen prefixes that the rows share.
         scorer: the layer's coefficients of predicted scores, if its policy requires them.
 
     Returns:
@@ -395,7 +397,7 @@ def step_layer(
         sink_logits=layer.sink_logits,
         predicted_scores=scores,
         compact_when_full=False,
-        text=text,
+        prefix=prefix,
     )
     return constrain_to_batch(layer.finish(x, attended), cache.mesh), cache, counters
 

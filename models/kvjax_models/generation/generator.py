@@ -26,7 +26,7 @@ from kvjax_models import compile_cache
 from kvjax_models.generation import decode as decode_lib
 from kvjax_models.generation import prefill as prefill_lib
 from kvjax_models.generation import state as state_lib
-from kvjax_models.generation.decode import SplitModel, Texts, append_block, score_block, split_model
+from kvjax_models.generation.decode import Prefixes, SplitModel, append_block, score_block, split_model
 from kvjax_models.generation.plan import Plan
 from kvjax_models.generation.prefill import PrefilledLayer, compress_layer, last_logits, prefill_layers
 from kvjax_models.generation.rows import pad_prompts, trim_rows
@@ -81,7 +81,7 @@ class Generator:
     context_tokens: int = dataclasses.field(init=False)
     kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = dataclasses.field(init=False)
     streaming: bool = dataclasses.field(init=False)
-    continues_texts: bool = dataclasses.field(init=False)
+    is_suffix: bool = dataclasses.field(init=False)
     is_short: bool = dataclasses.field(init=False)
     block_size: int = dataclasses.field(init=False)
 
@@ -259,7 +259,9 @@ class Generator:
         key_data = replicate(np.asarray(jax.random.key_data(keys)), self.mesh)
         return dataclasses.replace(state, sampling_keys=jax.random.wrap_key_data(key_data))
 
-    def prefill(self, state: GenerationState, prompts: Sequence[Sequence[int]], texts: Texts = None) -> GenerationState:
+    def prefill(
+        self, state: GenerationState, prompts: Sequence[Sequence[int]], prefixes: Prefixes = None
+    ) -> GenerationState:
         """Processes one prompt per row.
 
         The first prompts are processed with exact attention, and each layer's cache is compressed before the next layer
@@ -269,12 +271,12 @@ class Generator:
         Args:
             state: state before the prompts; its buffers are donated.
             prompts: token ids of each row.
-            texts: the frozen texts that the rows continue, if `continues_texts`.
+            prefixes: the frozen prefixes that the rows share, for a plan of suffixes.
 
         Returns:
             The state after the prompts.
         """
-        *_, new_state = self.prefill_steps(state, prompts, texts)
+        *_, new_state = self.prefill_steps(state, prompts, prefixes)
         assert new_state is not None
         return new_state
 
@@ -282,7 +284,7 @@ class Generator:
         self,
         state: GenerationState,
         prompts: Sequence[Sequence[int]],
-        texts: Texts = None,
+        prefixes: Prefixes = None,
         *,
         shared_lengths: bool = False,
     ) -> Iterator[GenerationState | None]:
@@ -291,7 +293,7 @@ class Generator:
         Args:
             state: state before the prompts; its buffers are donated.
             prompts: token ids of each row.
-            texts: as for `prefill`.
+            prefixes: as for `prefill`.
             shared_lengths: whether exact prefill pads prompts to lengths of `compile_cache.length_bucket`, so that all
                 lengths need few compiled programs.
 
@@ -299,14 +301,14 @@ class Generator:
             None after every step, which is a layer of exact prefill or an appended block; finally the state.
         """
         compile_cache.free_compiled_programs(_PROGRAMS)
-        if not (self.streaming or self.continues_texts or np.asarray(state.positions).any()):
+        if not (self.streaming or self.is_suffix or np.asarray(state.positions).any()):
             for states in prefill_together([self], [state], prompts, shared_lengths=shared_lengths):
                 yield None if states is None else states[0]
             return
         tokens, lengths = self._pad_to_blocks(state, prompts)
         state = commit_to_device(state, self.mesh)
         for block, count in self._blocks(tokens, lengths):
-            state = compact_layers(append_block(self.split_model, self.mesh, state, block, count, texts))
+            state = compact_layers(append_block(self.split_model, self.mesh, state, block, count, prefixes))
             yield None
         check_faults(state, self.mesh)
         yield state
@@ -318,23 +320,23 @@ class Generator:
         return prefill_for([self], prompts, shared_lengths=shared_lengths)
 
     def score(
-        self, state: GenerationState, prompts: Sequence[Sequence[int]], texts: Texts = None
+        self, state: GenerationState, prompts: Sequence[Sequence[int]], prefixes: Prefixes = None
     ) -> tuple[GenerationState, list[Float[np.ndarray, "T"]]]:
         """Appends one text per row like a later prompt and scores its tokens; see `score_greedy`.
 
         Args:
             state: state before the prompts; its buffers are donated.
             prompts: token ids of each row.
-            texts: as for `prefill`.
+            prefixes: as for `prefill`.
 
         Returns:
             The state after the prompts, and the natural log-probability of each token, float32.
         """
-        state, log_probs, _ = self.score_greedy(state, prompts, texts)
+        state, log_probs, _ = self.score_greedy(state, prompts, prefixes)
         return state, log_probs
 
     def score_greedy(
-        self, state: GenerationState, prompts: Sequence[Sequence[int]], texts: Texts = None
+        self, state: GenerationState, prompts: Sequence[Sequence[int]], prefixes: Prefixes = None
     ) -> tuple[GenerationState, list[Float[np.ndarray, "T"]], list[Bool[np.ndarray, "T"]]]:
         """Scores prompts like `score`, and compares them with greedy decoding.
 
@@ -342,7 +344,7 @@ class Generator:
             state: state before the prompts; its buffers are donated. If it is empty, the first token has no context
                 and is scored under uniform logits.
             prompts: token ids of each row.
-            texts: as for `prefill`.
+            prefixes: as for `prefill`.
 
         Returns:
             The state after the prompts, the log-probability of each token, and whether it was the most likely one.
@@ -350,7 +352,7 @@ class Generator:
         Raises:
             ValueError: if the state is empty and the generator is not streaming.
         """
-        if not (self.streaming or self.continues_texts or np.asarray(state.positions).any()):
+        if not (self.streaming or self.is_suffix or np.asarray(state.positions).any()):
             raise ValueError(
                 "scoring appends to a cache; prefill a prompt first, or create the generator with streaming"
             )
@@ -358,7 +360,7 @@ class Generator:
         state = commit_to_device(state, self.mesh)
         blocks = []
         for block, count in self._blocks(tokens, lengths):
-            state, *scores = score_block(self.split_model, self.mesh, state, block, count, texts)
+            state, *scores = score_block(self.split_model, self.mesh, state, block, count, prefixes)
             blocks.append(scores)
             state = compact_layers(state)
         check_faults(state, self.mesh)

@@ -27,13 +27,13 @@ class Plan:
     Attributes:
         policies: policy of every layer with attention. Layers with a sliding window cache exactly their window.
         specs: spec of the cache of each of these layers, with one batch row.
-        max_prompt_tokens: maximum length of the first prompt, or of the texts that are continued.
+        max_prompt_tokens: maximum length of the first prompt, or of the prefixes.
         max_new_tokens: maximum number of tokens after it, generated tokens and later prompts together.
         context_tokens: maximum number of tokens of a sequence, also outside the caches.
         kv_dtype: quantization format of the caches (`kvjax.CacheSpec.kv_dtype`).
         streaming: whether the first prompt is appended in blocks like later ones, each attending to the compressed
             cache. Memory is then independent of the prompt's length.
-        continues_texts: whether the caches hold only the tokens after frozen texts.
+        is_suffix: whether the caches hold only the tokens after frozen prefixes.
         is_short: whether the share of a budget was less than the smallest cache of its policy, so that the caches hold
             more.
         block_size: tokens between two compactions of all layers.
@@ -46,7 +46,7 @@ class Plan:
     context_tokens: int
     kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None
     streaming: bool
-    continues_texts: bool
+    is_suffix: bool
     is_short: bool
     block_size: int
 
@@ -61,7 +61,7 @@ class Plan:
         context_tokens: int = 0,
         kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
         streaming: bool = False,
-        continues_texts: bool = False,
+        is_suffix: bool = False,
         is_short: bool = False,
     ) -> "Plan":
         """Returns the plan for a policy.
@@ -75,7 +75,7 @@ class Plan:
             context_tokens: maximum number of tokens of a sequence; by default the capacity of the caches.
             kv_dtype: quantization format.
             streaming: whether the first prompt is appended in blocks.
-            continues_texts: whether the caches hold only the tokens after frozen texts.
+            is_suffix: whether the caches hold only the tokens after frozen prefixes.
             is_short: whether the caches hold more than a budget's share.
 
         Returns:
@@ -84,7 +84,7 @@ class Plan:
         Raises:
             ValueError: if an argument is invalid, or a policy does not support streaming.
         """
-        for name, flag in (("streaming", streaming), ("continues_texts", continues_texts)):
+        for name, flag in (("streaming", streaming), ("is_suffix", is_suffix)):
             if not isinstance(flag, bool):
                 raise ValueError(f"{name}={shorten(flag)} must be True or False")
         layers = len(model.config.attention_layers)
@@ -96,7 +96,7 @@ class Plan:
         specs = cache_specs(
             model,
             batch=1,
-            max_prompt_tokens=1 if continues_texts else max_prompt_tokens,
+            max_prompt_tokens=1 if is_suffix else max_prompt_tokens,
             max_new_tokens=max_new_tokens,
             streaming=streaming,
             kv_dtype=kv_dtype,
@@ -116,7 +116,7 @@ class Plan:
             context_tokens,
             kv_dtype,
             streaming,
-            continues_texts,
+            is_suffix,
             is_short,
             block_size,
         )
