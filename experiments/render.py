@@ -563,6 +563,7 @@ def uniform_table(_: str, results: Results) -> str:
         ("smollm2-135m", "perplexity_books", 2048, "bfloat16", "12.5%", "int4"),
         ("smollm2-135m", "perplexity_books", 4096, "float32", "25%", "int8"),
         ("gemma-3-270m", "facts", 1024, "float32", "25%", "int8"),
+        ("qwen2.5-coder-0.5b", "facts", 8192, "float32", "12.5%", "int4"),
     ]
     systems = [*SYSTEMS, "subgen_mean", "balancekv_theory"]
     table: dict[str, list[str]] = {NAMES[one]: [] for one in systems if one not in ALL_TOKENS}
