@@ -5,7 +5,7 @@
     output, cache, counters = step(cache, counters, query, key, value)
 
 A cache is a pytree whose policy, spec and mesh are static: a compiled program serves all caches of equal policies and
-sizes. Its token counters are a pytree of their own, because layers that receive the same tokens and compact together
+sizes. Its token counters are a separate pytree, because layers that receive the same tokens and compact together
 share them: every layer then gets the counters from before the tokens, and a decode step updates them once.
 
 New queries, keys and values are [B, T, H, D], with RoPE applied. Stored keys and values are [B, H_kv, S, D].

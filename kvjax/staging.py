@@ -108,7 +108,7 @@ def check_counters(staging: Staging, counters: Counters, spec: CacheSpec) -> Non
         spec: spec of the cache.
 
     Raises:
-        TypeError: if they are no `Counters`.
+        TypeError: if they are not `Counters`.
         ValueError: if their sizes differ from the cache's.
     """
     if not isinstance(counters, Counters):

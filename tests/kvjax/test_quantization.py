@@ -161,7 +161,7 @@ def test_the_relative_error_does_not_depend_on_the_norm(name, size):
 
 def test_a_cache_may_be_bfloat16_beside_a_float32_model():
     keys, values = np.random.default_rng(0).normal(size=(2, 1, 24, 2, 64)).astype(np.float32)
-    (plain, _), (narrow, cache) = (
+    (plain, *_), (narrow, cache, _) = (
         attend(kv_dtype, keys, values, make_stream().queries[:1, :4]) for kv_dtype in (None, "bfloat16")
     )
     assert {cache.state.keys.dtype, cache.state.values.dtype, cache.staging.keys.dtype} == {jnp.dtype(jnp.bfloat16)}
