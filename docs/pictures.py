@@ -99,7 +99,7 @@ def make_policy(name: str) -> Policy:
     return POLICIES[name](**settings)
 
 
-def fill_cache(policy: Policy, text: Text) -> kvjax.Cache:
+def fill_cache(policy: Policy, text: Text) -> tuple[kvjax.Cache, kvjax.Counters]:
     """Returns the cache of one head after the text: a prompt, then one token at a time.
 
     Args:
@@ -107,26 +107,28 @@ def fill_cache(policy: Policy, text: Text) -> kvjax.Cache:
         text: keys, values and queries of one head.
 
     Returns:
-        The cache.
+        The cache and the counters.
     """
     spec = kvjax.CacheSpec(
         batch=1, query_heads=1, kv_heads=1, head_dim=HEAD_DIM, value_dim=TOKENS, max_prompt_tokens=PROMPT,
         max_new_tokens=TOKENS - PROMPT, rope_frequencies=(0.0,) * (HEAD_DIM // 2), layer=1, layers=4,
     )  # fmt: skip
     init = jax.jit(lambda keys: kvjax.init(policy, spec, keys), compiler_options=FAST_COMPILATION)
-    cache = init(jax.random.split(jax.random.key(0), 1))
+    cache, counters = init(jax.random.split(jax.random.key(0), 1))
     prefill = jax.jit(kvjax.prefill, compiler_options=FAST_COMPILATION)
     step = jax.jit(kvjax.step, compiler_options=FAST_COMPILATION)
-    cache, _ = prefill(
+    cache, counters, _ = prefill(
         cache,
+        counters,
         text.keys[:, :PROMPT],
         text.values[:, :PROMPT],
         jnp.array([PROMPT]),
         kvjax.prompt_queries(cache.policy, text.queries[:, :PROMPT]),
     )
     for token in range(PROMPT, TOKENS):
-        _, cache = step(cache, *(x[:, token : token + 1] for x in (text.queries, text.keys, text.values)))
-    return cache
+        new = (x[:, token : token + 1] for x in (text.queries, text.keys, text.values))
+        _, cache, counters = step(cache, counters, *new)
+    return cache, counters
 
 
 class Entries(NamedTuple):
@@ -137,18 +139,19 @@ class Entries(NamedTuple):
     stored: np.ndarray  # [TOKENS]: whether the token is in a block store
 
 
-def read_entries(cache: kvjax.Cache, question: jax.Array) -> Entries:
+def read_entries(cache: kvjax.Cache, counters: kvjax.Counters, question: jax.Array) -> Entries:
     """Returns the entries that a question reads of a cache, staged tokens excluded.
 
     Args:
         cache: a cache of one row and head.
+        counters: its counters.
         question: the query [1, 1, 1, D].
 
     Returns:
         The entries.
     """
     shares, weight, stored = [], [], np.zeros(TOKENS, bool)
-    visible = staging.num_visible_staged(cache.counters, 1)
+    visible = staging.num_visible_staged(counters, 1)
     segments = list(cache.policy.segments(cache.state, visible))
     for segment in segments:
         if isinstance(segment, BlockStoreRead):
@@ -179,8 +182,8 @@ def draw_overview() -> None:
     blue, orange, pale, grey = (np.array(matplotlib.colors.to_rgb(color)) for color in (KEPT, MERGED, STORED, STAGED))
     image = np.ones((len(OVERVIEW), TOKENS, 3))
     for row, name in enumerate(OVERVIEW):
-        cache = fill_cache(make_policy(name), text)
-        entries = read_entries(cache, text.question)
+        cache, counters = fill_cache(make_policy(name), text)
+        entries = read_entries(cache, counters, text.question)
         counts = entries.weight @ entries.shares
         single = entries.shares.max(axis=1) > 0.99
         merged = (entries.weight * ~single) @ entries.shares > counts / 2
@@ -189,7 +192,7 @@ def draw_overview() -> None:
         light = 1 - 0.18 * np.clip(np.log2(np.maximum(counts, 1)), 0, 3)[:, None]
         color = np.where(merged[:, None], orange, blue) * light
         image[row] = np.where(counts[:, None] > 1e-3, color, image[row])
-        image[row, TOKENS - int(cache.counters.count[0]) :] = grey
+        image[row, TOKENS - int(counters.count[0]) :] = grey
         jax.clear_caches()
     axis.imshow(image, aspect="auto", interpolation="nearest", extent=(-0.5, TOKENS - 0.5, len(OVERVIEW), 0))
     for row in range(1, len(OVERVIEW)):

@@ -149,9 +149,10 @@ def attend(setting: Setting, case: Case, draw: int = 0) -> tuple[np.ndarray, flo
     assert drawn.prompt_queries is not None
     queries = jnp.asarray(drawn.prompt_queries[:, -count:]) if count else None
     rows = jax.random.split(jax.random.key(draw), spec.batch)
-    cache = compress(policy, spec, rows, jnp.asarray(drawn.keys), jnp.asarray(drawn.values), queries)
-    kvjax.raise_faults(cache)
-    attended = jax.jit(lambda cache, query: kvjax.normalize(kvjax.attend(cache, query)))(cache, drawn.queries)
+    cache, counters = compress(policy, spec, rows, jnp.asarray(drawn.keys), jnp.asarray(drawn.values), queries)
+    kvjax.raise_faults((cache, counters))
+    attend = jax.jit(lambda *arguments: kvjax.normalize(kvjax.attend(*arguments)))
+    attended = attend(cache, counters, drawn.queries)
     total = full.full_cache_bytes(spec.max_prompt_tokens)
     return np.asarray(attended, np.float64), row_bytes(policy, full) / total, row_read_bytes(policy, full) / total
 
@@ -159,10 +160,11 @@ def attend(setting: Setting, case: Case, draw: int = 0) -> tuple[np.ndarray, flo
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def compress(
     policy: Policy, spec: kvjax.CacheSpec, rows: Key[Array, "B"], keys: Array, values: Array, queries: Array | None
-) -> kvjax.Cache:
-    """Returns the cache after a prompt, with one seed per row."""
+) -> tuple[kvjax.Cache, kvjax.Counters]:
+    """Returns the cache and the counters after a prompt, with one seed per row."""
     lengths = jnp.full(spec.batch, spec.max_prompt_tokens, jnp.int32)
-    return kvjax.prefill(kvjax.init(policy, spec, rows), keys, values, lengths, queries)[0]
+    cache, counters, _ = kvjax.prefill(*kvjax.init(policy, spec, rows), keys, values, lengths, queries)
+    return cache, counters
 
 
 def measure_recall(options: Options, case: Case) -> list[Figure]:

@@ -1,8 +1,8 @@
 """kvjax: compressed KV caches for language models, as pure functions over state pytrees.
 
-    cache = kvjax.init(kvjax.SubGenMean(budget=1024), spec, row_keys)
-    cache, _ = kvjax.prefill(cache, keys, values, lengths)
-    output, cache = kvjax.step(cache, query, key, value)
+    cache, counters = kvjax.init(kvjax.SubGenMean(budget=1024), spec, row_keys)
+    cache, counters, _ = kvjax.prefill(cache, counters, keys, values, lengths)
+    output, cache, counters = kvjax.step(cache, counters, query, key, value)
 
 Other names are in modules: `kvjax.policy` and `kvjax.segment` for writing a policy, `kvjax.methods` for the policies
 and their data structures, `kvjax.shared` for what several methods use, `kvjax.theory` for settings from theorems,

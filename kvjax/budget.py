@@ -17,6 +17,7 @@ from kvjax.messages import format_bytes as format_bytes
 from kvjax.messages import shorten
 from kvjax.policy import Policy
 from kvjax.spec import TILE, CacheSpec, round_to_tiles
+from kvjax.staging import Counters
 from kvjax.state import cache_bytes
 
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -160,14 +161,14 @@ def _describe_readings(text: str) -> str:
     return f"has no unit; pass {' or '.join(readings) or _FORMS}"
 
 
-def abstract_cache(policy: Policy, spec: CacheSpec) -> Cache:
-    """Returns the cache that `kvjax.init` would make, as shapes and dtypes.
+def abstract_cache(policy: Policy, spec: CacheSpec) -> tuple[Cache, Counters]:
+    """Returns what `kvjax.init` returns, as shapes and dtypes.
 
     Args:
         spec: spec of the layer.
 
     Returns:
-        A cache whose arrays are `jax.ShapeDtypeStruct`s.
+        A cache and its counters, whose arrays are `jax.ShapeDtypeStruct`s.
     """
     return jax.eval_shape(lambda: init(policy, spec, jax.random.split(jax.random.key(0), spec.batch)))
 
@@ -204,7 +205,7 @@ def _held_bytes(policy: Policy, spec: CacheSpec) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _read_bytes(policy: Policy, spec: CacheSpec) -> int:
-    return read_bytes(abstract_cache(policy, spec))
+    return read_bytes(abstract_cache(policy, spec)[0])
 
 
 def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Policy:
@@ -350,7 +351,7 @@ def _smallest_equal_budget(make: Callable[[int], Policy], spec: CacheSpec, low: 
 
     def states(budget: int) -> list[tuple[Any, int]]:
         policy = make(budget)
-        return [(abstract_cache(policy, equal[0]).state, len(equal)) for equal in _equal_layers(policy, spec)]
+        return [(abstract_cache(policy, equal[0])[0].state, len(equal)) for equal in _equal_layers(policy, spec)]
 
     largest = states(high)
     return low + bisect.bisect_left(range(low, high), True, key=lambda budget: states(budget) == largest)

@@ -1,11 +1,14 @@
 """The cache and its functions, which all policies share.
 
-    cache = init(policy, spec, jax.random.split(key, spec.batch))
-    cache, _ = prefill(cache, keys, values, lengths)
-    output, cache = step(cache, query, key, value)
+    cache, counters = init(policy, spec, jax.random.split(key, spec.batch))
+    cache, counters, _ = prefill(cache, counters, keys, values, lengths)
+    output, cache, counters = step(cache, counters, query, key, value)
 
 A cache is a pytree whose policy, spec and mesh are static: a compiled program serves all caches of equal policies and
-sizes. New queries, keys and values are [B, T, H, D], with RoPE applied. Stored keys and values are [B, H_kv, S, D].
+sizes. Its token counters are a separate pytree, because layers that receive the same tokens and compact together
+share them: every layer then gets the counters from before the tokens, and a decode step updates them once.
+
+New queries, keys and values are [B, T, H, D], with RoPE applied. Stored keys and values are [B, H_kv, S, D].
 
 Invalid input raises an error eagerly. Under jit, where values are unknown, it sets a fault counter and the row's
 attention is NaN from then on; `kvjax.raise_faults` names the fault.
@@ -33,14 +36,14 @@ from kvjax.segment import BlockStoreRead, Segment, SegmentLike
 from kvjax.shared.attention_scores import AttentionScores
 from kvjax.sliding_window import SlidingWindow
 from kvjax.spec import MAX_TOKENS, CacheSpec, check_dtype, check_queries, check_sink_logits, check_tokens, is_concrete
-from kvjax.staging import Counters, Staging, init_staging
+from kvjax.staging import Counters, Staging, check_counters, init_staging
 from kvjax.state import batch_size, cache_bytes, count_row_faults, fault, state, static
 from pallas_kernels.quantized_array import array_bytes
 
 
 @state
-class LayerCache(Generic[S]):
-    """A cache of one layer without token counters, which layers that receive the same tokens may share.
+class Cache(Generic[S]):
+    """The cache of one layer, for a batch of rows. `init` makes one, and its counters.
 
     Attributes:
         state: the policy's state; keys and values are quantized if `CacheSpec.kv_dtype` is set.
@@ -79,22 +82,11 @@ class LayerCache(Generic[S]):
         )
 
 
-@state
-class Cache(LayerCache[S]):
-    """The cache of one layer, for a batch of rows. `init` makes one.
-
-    Attributes:
-        counters: number of tokens of every row.
-    """
-
-    counters: Counters
-
-    __repr__ = LayerCache.__repr__  # which a dataclass would replace
-
-
 @with_default_flags
-def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Mesh | None = None) -> Cache[S]:
-    """Returns an empty cache.
+def init(
+    policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Mesh | None = None
+) -> tuple[Cache[S], Counters]:
+    """Returns an empty cache and its counters.
 
     Args:
         policy: the policy of the model; the layer uses `policy.for_layer(spec)`. A layer with a sliding window
@@ -105,7 +97,8 @@ def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Me
             stores that grow with the context. None for a single device.
 
     Returns:
-        A cache without tokens.
+        A cache without tokens, and counters of no tokens. Layers that receive the same tokens and compact together may
+        share the counters of one of them, if `CacheSpec.staging_slots` makes their staging buffers equally long.
 
     Raises:
         TypeError: if the policy is not a frozen dataclass that derives from `kvjax.policy.Policy`.
@@ -116,8 +109,8 @@ def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Me
         >>> spec = kvjax.CacheSpec(
         ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
         ... )
-        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
-        >>> kvjax.num_tokens(cache)
+        >>> cache, counters = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
+        >>> counters.num_tokens
         Array([0], dtype=int32)
     """
     if row_keys.shape != (spec.batch,) or not jax.dtypes.issubdtype(row_keys.dtype, jax.dtypes.prng_key):
@@ -137,7 +130,6 @@ def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Me
     cache = Cache(
         state=quantization.init_stored(policy.init(spec, row_keys), spec.kv_formats, spec.dtype),
         staging=staging,
-        counters=counters,
         reused=jnp.zeros(spec.batch, jnp.int32),
         not_finite=jnp.zeros(spec.batch, jnp.int32),
         policy_faults=jnp.zeros(spec.batch, jnp.int32),
@@ -145,7 +137,9 @@ def init(policy: Policy[S], spec: CacheSpec, row_keys: Key[Array, "B"], mesh: Me
         spec=dataclasses.replace(spec, batch=1, layer=0, layers=1),
         mesh=mesh,
     )
-    return cache if mesh is None else jax.lax.with_sharding_constraint(cache, shardings(cache, mesh))
+    if mesh is None:
+        return cache, counters
+    return jax.lax.with_sharding_constraint((cache, counters), shardings((cache, counters), mesh))
 
 
 def layer_policy(policy: Policy[S], spec: CacheSpec) -> Policy[Any]:
@@ -176,6 +170,7 @@ def layer_policy(policy: Policy[S], spec: CacheSpec) -> Policy[Any]:
 
 def prefill(
     cache: Cache[S],
+    counters: Counters,
     keys: Float[Array, "B T H_kv D"],
     values: Float[Array, "B T H_kv D_v"],
     lengths: Int[Array, "B"],
@@ -185,26 +180,27 @@ def prefill(
     sink_logits: Float[Array, "H_q"] | None = None,
     repeated: RepeatedPrompt | None = None,
     predicted_scores: Float[Array, "B H_kv T"] | None = None,
-) -> tuple[Cache[S], Shaped[Array, "B H_kv *N"] | None]:
+) -> tuple[Cache[S], Counters, Shaped[Array, "B H_kv *N"] | None]:
     """Writes a prompt into an empty cache, compressed by the cache's policy.
 
     It returns no attention output: the model computes the attention of the prompt itself, without the cache.
 
     Args:
         cache: an empty cache.
+        counters: its counters.
         keys: keys of the prompt, left-aligned: row b's tokens are `keys[b, :lengths[b]]`.
         values: values of the prompt, left-aligned.
         lengths: number of tokens of each row.
         queries: last queries of the prompt, right-aligned: the last one belongs to each row's last token. The policy
             determines their number; `kvjax.prompt_queries(cache.policy, queries)` selects them. None if it needs none.
-        layer_carry: the second result of `prefill` for the previous layer; None in the first layer.
+        layer_carry: the third result of `prefill` for the previous layer; None in the first layer.
         sink_logits: logit of an attention sink per query head, as for `step`.
         repeated: the layer's projections of a repetition of the prompt, if the policy needs one.
         predicted_scores: a score of every token for each KV head, if the policy needs them (`KVzap`: log scores);
             tokens with higher scores are kept.
 
     Returns:
-        The cache, and the carry for the next layer (None for most policies).
+        The cache, the counters, and the carry for the next layer (None for most policies).
 
     Raises:
         ValueError: if shapes or dtypes do not fit; outside jit also for a cache with tokens, or lengths out of range.
@@ -214,20 +210,20 @@ def prefill(
         >>> spec = kvjax.CacheSpec(
         ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
         ... )
-        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
+        >>> cache, counters = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
         >>> keys = values = jnp.ones((1, 64, 2, 8))
-        >>> cache, _ = kvjax.prefill(cache, keys, values, jnp.array([50]))
-        >>> kvjax.num_tokens(cache)
+        >>> cache, counters, _ = kvjax.prefill(cache, counters, keys, values, jnp.array([50]))
+        >>> counters.num_tokens
         Array([50], dtype=int32)
     """
-    _check_new_tokens(cache, keys, values, lengths)
+    _check_new_tokens(cache, counters, keys, values, lengths)
     if queries is not None:
         check_dtype("queries", queries, jnp.floating)
     check_sink_logits(sink_logits, cache.spec.query_heads)
     _check_predicted_scores(predicted_scores, keys)
     longest = min(keys.shape[1], cache.spec.max_prompt_tokens)
-    if is_concrete(lengths, cache.counters):
-        row_lengths, counts = np.asarray(lengths), _known_num_tokens(cache)
+    if is_concrete(lengths, counters):
+        row_lengths, counts = np.asarray(lengths), _known_num_tokens(counters)
         if np.any((row_lengths < 0) | (row_lengths > longest)):
             raise ValueError(f"lengths={row_lengths.tolist()} must be in [0, {longest}]")
         if np.any(counts > 0):
@@ -235,28 +231,32 @@ def prefill(
                 f"prefill needs an empty cache, but its rows hold {counts.tolist()} tokens; make a new cache with "
                 "kvjax.init (Flax Linen's init runs a layer once, which appends a token), or append with kvjax.step"
             )
-    return _prefill(cache, keys, values, lengths, queries, layer_carry, sink_logits, repeated, predicted_scores)
+    return _prefill(
+        cache, counters, keys, values, lengths, queries, layer_carry, sink_logits, repeated, predicted_scores
+    )
 
 
 def append(
     cache: Cache[S],
+    counters: Counters,
     keys: Float[Array, "B T H_kv D"],
     values: Float[Array, "B T H_kv D_v"],
     lengths: Int[Array, "B"] | None = None,
     *,
     predicted_scores: Float[Array, "B H_kv T"] | None = None,
-) -> Cache[S]:
+) -> tuple[Cache[S], Counters]:
     """Appends T tokens to the staging buffer, without attention and without compaction.
 
     Args:
         cache: the cache; call `compact` before its staging buffer is full.
+        counters: its counters.
         keys: new keys.
         values: new values.
         lengths: number of tokens of each row, from the first on; None for T in every row.
         predicted_scores: as for `step`.
 
     Returns:
-        The cache.
+        The cache and the counters.
 
     Raises:
         ValueError: as for `step`.
@@ -266,23 +266,28 @@ def append(
         >>> spec = kvjax.CacheSpec(
         ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
         ... )
-        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
-        >>> cache = kvjax.append(cache, jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 2, 8)))
-        >>> kvjax.num_tokens(cache)
+        >>> cache, counters = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
+        >>> cache, counters = kvjax.append(cache, counters, jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 2, 8)))
+        >>> counters.num_tokens
         Array([3], dtype=int32)
     """
-    _check_new_tokens(cache, keys, values, lengths)
+    _check_new_tokens(cache, counters, keys, values, lengths)
     _check_new_scores(cache, predicted_scores, keys)
-    _check_free_slots(cache, keys, lengths, compacts=False)
-    return _append(cache, keys, values, lengths, predicted_scores)
+    _check_free_slots(cache, counters, keys, lengths, compacts=False)
+    return _append(cache, counters, keys, values, lengths, predicted_scores)
 
 
 def attend(
-    cache: Cache, query: Float[Array, "B T H_q D"], *, sink_logits: Float[Array, "H_q"] | None = None
+    cache: Cache,
+    counters: Counters,
+    query: Float[Array, "B T H_q D"],
+    *,
+    sink_logits: Float[Array, "H_q"] | None = None,
 ) -> Partials:
     """Attends to all tokens of a cache, without a causal mask and without updating the policy.
 
     Args:
+        counters: counters of the cache.
         query: queries, whose tokens need not be in the cache.
         sink_logits: logit of an attention sink per query head, as for `step`.
 
@@ -297,18 +302,20 @@ def attend(
         >>> spec = kvjax.CacheSpec(
         ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
         ... )
-        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
-        >>> cache = kvjax.append(cache, jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 2, 8)))
-        >>> kvjax.normalize(kvjax.attend(cache, jnp.ones((1, 1, 4, 8)))).shape
+        >>> cache, counters = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
+        >>> cache, counters = kvjax.append(cache, counters, jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 2, 8)))
+        >>> kvjax.normalize(kvjax.attend(cache, counters, jnp.ones((1, 1, 4, 8)))).shape
         (1, 1, 4, 8)
     """
+    check_counters(cache.staging, counters, cache.spec)
     check_queries(cache.spec, cache.staging.keys.shape[0], query)
     check_sink_logits(sink_logits, cache.spec.query_heads)
-    return Partials(*_attend_only(cache, query, sink_logits))
+    return Partials(*_attend_only(cache, counters, query, sink_logits))
 
 
 def step(
     cache: Cache[S],
+    counters: Counters,
     query: Float[Array, "B T H_q D"],
     keys: Float[Array, "B T H_kv D"],
     values: Float[Array, "B T H_kv D_v"],
@@ -318,10 +325,11 @@ def step(
     predicted_scores: Float[Array, "B H_kv T"] | None = None,
     compact_when_full: bool = True,
     text: FrozenCache | None = None,
-) -> tuple[Float[Array, "B T H_q D_v"], Cache[S]]:
+) -> tuple[Float[Array, "B T H_q D_v"], Cache[S], Counters]:
     """Appends T tokens and returns their causal attention to the cache.
 
     Args:
+        counters: counters of the cache.
         query: queries of the new tokens.
         keys: new keys.
         values: new values.
@@ -333,7 +341,7 @@ def step(
         text: D frozen texts that the rows continue, B / D rows each, in order; the queries attend to them, too.
 
     Returns:
-        The attention output, float32, and the cache.
+        The attention output, float32, the cache and the counters.
 
     Raises:
         ValueError: if shapes or dtypes do not fit, or T exceeds the staging slots; outside jit also for tokens beyond
@@ -344,77 +352,52 @@ def step(
         >>> spec = kvjax.CacheSpec(
         ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
         ... )
-        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
+        >>> cache, counters = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
         >>> query, key, value = jnp.ones((1, 1, 4, 8)), jnp.ones((1, 1, 2, 8)), jnp.ones((1, 1, 2, 8))
-        >>> output, cache = kvjax.step(cache, query, key, value)
+        >>> output, cache, counters = kvjax.step(cache, counters, query, key, value)
         >>> output.shape
         (1, 1, 4, 8)
     """
-    _check_new_tokens(cache, keys, values, lengths)
+    _check_new_tokens(cache, counters, keys, values, lengths)
     check_queries(cache.spec, cache.staging.keys.shape[0], query, keys.shape[1])
     check_sink_logits(sink_logits, cache.spec.query_heads)
     _check_new_scores(cache, predicted_scores, keys)
-    _check_free_slots(cache, keys, lengths, compacts=compact_when_full)
+    _check_free_slots(cache, counters, keys, lengths, compacts=compact_when_full)
     if text is not None:
         check_text(text, cache.spec)
-    return _step(
-        cache, query, keys, values, lengths, sink_logits, predicted_scores, text, compact_when_full=compact_when_full
-    )
+    new = (query, keys, values, lengths, sink_logits, predicted_scores)
+    return _step(cache, counters, *new, text, compact_when_full=compact_when_full)
 
 
-def compact(cache: Cache[S]) -> Cache[S]:
+def compact(cache: Cache[S], counters: Counters) -> tuple[Cache[S], Counters]:
     """Moves the staged tokens into the policy's state and empties the staging buffer.
 
     `step` calls it when new tokens do not fit into the staging buffer. It may be called at any time, also without
     staged tokens.
 
+    Args:
+        counters: counters of the cache.
+
     Returns:
-        The cache.
+        The cache and the counters.
 
     Example:
         >>> import jax, jax.numpy as jnp, kvjax
         >>> spec = kvjax.CacheSpec(
         ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
         ... )
-        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
-        >>> cache = kvjax.append(cache, jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 2, 8)))
-        >>> int(cache.counters.offset), int(kvjax.compact(cache).counters.offset)
+        >>> cache, counters = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
+        >>> cache, counters = kvjax.append(cache, counters, jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 2, 8)))
+        >>> cache, compacted = kvjax.compact(cache, counters)
+        >>> int(counters.offset), int(compacted.offset)
         (3, 0)
     """
-    return _compact(cache)
-
-
-def num_tokens(cache: Cache) -> Int[Array, "B"]:
-    """Returns the number of tokens that each row has received, evicted tokens included.
-
-    Returns:
-        One int32 count per row.
-    """
-    return cache.counters.total
-
-
-def split_counters(cache: Cache[S]) -> tuple[LayerCache[S], Counters]:
-    """Returns the cache without its counters, and the counters.
-
-    Layers that receive the same tokens and compact together can share one set of counters, which a loop over decode
-    steps then updates once per step instead of once per layer.
-    """
-    fields = {field.name: getattr(cache, field.name) for field in dataclasses.fields(LayerCache)}
-    return LayerCache(**fields), cache.counters
-
-
-def with_counters(cache: LayerCache[S], counters: Counters) -> Cache[S]:
-    """Returns the cache of a layer with counters.
-
-    Args:
-        cache: the cache; its counters, if it has any, are replaced.
-    """
-    fields = {field.name: getattr(cache, field.name) for field in dataclasses.fields(LayerCache)}
-    return Cache(**fields, counters=counters)
+    check_counters(cache.staging, counters, cache.spec)
+    return _compact(cache, counters)
 
 
 @with_default_flags
-def read_bytes(cache: LayerCache | FrozenCache) -> int:
+def read_bytes(cache: Cache | FrozenCache) -> int:
     """Returns the bytes of the cache that one decode step reads, computed from shapes and dtypes.
 
     They include segments, the index and the selected blocks of a retrieval policy, and attention scores.
@@ -431,26 +414,24 @@ def read_bytes(cache: LayerCache | FrozenCache) -> int:
         >>> spec = kvjax.CacheSpec(
         ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
         ... )
-        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
-        >>> exact = kvjax.init(kvjax.Exact(), spec, jax.random.split(jax.random.key(0), 1))
+        >>> cache, counters = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
+        >>> exact, _ = kvjax.init(kvjax.Exact(), spec, jax.random.split(jax.random.key(0), 1))
         >>> kvjax.read_bytes(cache) < kvjax.read_bytes(exact)
         True
     """
     sizes: list[int] = []
     batch = batch_size(cache.state)
 
-    def count(cache: LayerCache | FrozenCache) -> None:
+    def count(cache: Cache | FrozenCache) -> None:
         """Adds the bytes that one step reads of `cache` to `sizes`; called on abstract arrays."""
         spec = cache.spec
         if isinstance(cache, FrozenCache):
             read = frozen_segments(cache, jnp.zeros((batch, 1), jnp.int32))
         else:
-            if not isinstance(cache, Cache):
-                _, counters = init_staging(dataclasses.replace(spec, batch=batch), cast(int, spec.staging_slots))
-                cache = with_counters(cache, counters)
+            _, counters = init_staging(dataclasses.replace(spec, batch=batch), cast(int, spec.staging_slots))
             if cache.policy.requires.attention_stats:
                 sizes.append(_score_bytes(cache.state))
-            read = _segments(cache, 1)
+            read = _segments(cache, counters, 1)
         # Without the indices of heads, a few bytes that are no part of a store. Segments may share a buffer; each
         # reads its own slots of it.
         segments = [dataclasses.replace(one, kv_heads=None) for one in read if isinstance(one, Segment)]
@@ -482,6 +463,7 @@ def _score_bytes(tree: Any) -> int:
 @per_device
 def _prefill(
     cache: Cache[S],
+    counters: Counters,
     keys: Float[Array, "B T H_kv D"],
     values: Float[Array, "B T H_kv D_v"],
     lengths: Int[Array, "B"],
@@ -490,10 +472,10 @@ def _prefill(
     sink_logits: Float[Array, "H_q"] | None,
     repeated: RepeatedPrompt | None,
     predicted_scores: Float[Array, "B H_kv T"] | None,
-) -> tuple[Cache[S], Shaped[Array, "B H_kv *N"] | None]:
+) -> tuple[Cache[S], Counters, Shaped[Array, "B H_kv *N"] | None]:
     spec = cache.spec
     longest = min(keys.shape[1], spec.max_prompt_tokens)
-    invalid = (lengths < 0) | (lengths > longest) | (num_tokens(cache) > 0)
+    invalid = (lengths < 0) | (lengths > longest) | (counters.num_tokens > 0)
     lengths = jnp.clip(lengths, 0, longest).astype(jnp.int32)
     valid = jnp.arange(keys.shape[1]) < lengths[:, None]
     # Zeros past a row's length: a NaN there would survive a weight of zero.
@@ -523,37 +505,38 @@ def _prefill(
     cache = dataclasses.replace(
         cache,
         state=quantization.store(filled, cache.state),
-        # A copy, because the counters and the prompt's lengths may both be donated.
-        counters=dataclasses.replace(cache.counters, first=jnp.copy(lengths)),
         reused=cache.reused + invalid,
         not_finite=cache.not_finite
         + _count_not_finite(prompt.keys.astype(spec.dtype), prompt.values.astype(spec.dtype)),
     )
-    return _count_policy_faults(cache), layer_carry
+    # A copy, because the counters and the prompt's lengths may both be donated.
+    return _count_policy_faults(cache), dataclasses.replace(counters, first=jnp.copy(lengths)), layer_carry
 
 
 @per_device
 def _append(
     cache: Cache[S],
+    counters: Counters,
     keys: Float[Array, "B T H_kv D"],
     values: Float[Array, "B T H_kv D_v"],
     lengths: Int[Array, "B"] | None,
     predicted_scores: Float[Array, "B H_kv T"] | None,
-) -> Cache[S]:
-    return _stage(cache, keys, values, lengths, predicted_scores)
+) -> tuple[Cache[S], Counters]:
+    return _stage(cache, counters, keys, values, lengths, predicted_scores)
 
 
 @per_device
 def _attend_only(
-    cache: Cache, query: Float[Array, "B T H_q D"], sink_logits: Float[Array, "H_q"] | None
+    cache: Cache, counters: Counters, query: Float[Array, "B T H_q D"], sink_logits: Float[Array, "H_q"] | None
 ) -> tuple[Float[Array, "B T H_q"], Float[Array, "B T H_q D_v"], Float[Array, "B T H_q"]]:
-    partials, _ = _attend(cache, query, sink_logits, causal=False)
+    partials, _ = _attend(cache, counters, query, sink_logits, causal=False)
     return partials.max, partials.numerator, partials.denominator
 
 
 @per_device
 def _step(
     cache: Cache[S],
+    counters: Counters,
     query: Float[Array, "B T H_q D"],
     keys: Float[Array, "B T H_kv D"],
     values: Float[Array, "B T H_kv D_v"],
@@ -563,57 +546,59 @@ def _step(
     text: FrozenCache | None,
     *,
     compact_when_full: bool,
-) -> tuple[Float[Array, "B T H_q D_v"], Cache[S]]:
+) -> tuple[Float[Array, "B T H_q D_v"], Cache[S], Counters]:
     if compact_when_full:
         # One branch for all rows: they share the offset, so that a step writes the same slots in every row.
-        full = cache.counters.offset + keys.shape[1] > cache.counters.slots
-        cache = jax.lax.cond(full, _compact_shard, lambda cache: cache, cache)
-    staged = _stage(cache, keys, values, lengths, predicted_scores)
-    partials, cache = _attend(staged, query, sink_logits, text, causal=True)
-    return normalize(partials), cache
+        full = counters.offset + keys.shape[1] > counters.slots
+        cache, counters = jax.lax.cond(full, _compact_shard, lambda *unchanged: unchanged, cache, counters)
+    cache, counters = _stage(cache, counters, keys, values, lengths, predicted_scores)
+    partials, cache = _attend(cache, counters, query, sink_logits, text, causal=True)
+    return normalize(partials), cache, counters
 
 
 @per_device
-def _compact(cache: Cache[S]) -> Cache[S]:
-    return _compact_shard(cache)
+def _compact(cache: Cache[S], counters: Counters) -> tuple[Cache[S], Counters]:
+    return _compact_shard(cache, counters)
 
 
-def _compact_shard(cache: Cache[S]) -> Cache[S]:
+def _compact_shard(cache: Cache[S], counters: Counters) -> tuple[Cache[S], Counters]:
     """Passes one device's staged tokens to the policy, which may drop them."""
     # Counted here and not in `_stage`: a check per decode step would be one more kernel per layer.
-    slots = cache.counters.slots
+    slots = counters.slots
     not_finite = _count_not_finite(
-        cache.staging.keys[:, :, :slots], cache.staging.values[:, :, :slots], cache.counters.present
+        cache.staging.keys[:, :, :slots], cache.staging.values[:, :, :slots], counters.present
     )
-    new, counters = stagings.take_staged(cache.staging, cache.counters)
+    new, counters = stagings.take_staged(cache.staging, counters)
     compacted = cache.policy.compact(quantization.load_stored(cache.state, for_compaction=True), new)
     stored = quantization.store(compacted, cache.state, new_rows=new.count > 0)
     not_finite += cache.not_finite
-    return _count_policy_faults(dataclasses.replace(cache, state=stored, counters=counters, not_finite=not_finite))
+    return _count_policy_faults(dataclasses.replace(cache, state=stored, not_finite=not_finite)), counters
 
 
 def _stage(
     cache: Cache[S],
+    counters: Counters,
     keys: Float[Array, "B T H_kv D"],
     values: Float[Array, "B T H_kv D_v"],
     lengths: Int[Array, "B"] | None,
     predicted_scores: Float[Array, "B H_kv T"] | None = None,
-) -> Cache[S]:
+) -> tuple[Cache[S], Counters]:
     """Appends tokens to the staging buffer and counts those beyond the cache's capacity."""
-    staging, counters = stagings.append(cache.staging, cache.counters, keys, values, lengths, predicted_scores)
-    past = jnp.maximum(counters.total - cache.spec.capacity, 0)
-    return dataclasses.replace(cache, staging=staging, counters=dataclasses.replace(counters, past=past))
+    staging, counters = stagings.append(cache.staging, counters, keys, values, lengths, predicted_scores)
+    past = jnp.maximum(counters.num_tokens - cache.spec.capacity, 0)
+    return dataclasses.replace(cache, staging=staging), dataclasses.replace(counters, past=past)
 
 
-def _segments(cache: Cache, tokens: int) -> tuple[Segment | BlockStoreRead, ...]:
+def _segments(cache: Cache, counters: Counters, tokens: int) -> tuple[Segment | BlockStoreRead, ...]:
     """Returns what queries of the newest tokens read, the staging buffer last."""
-    visible = stagings.num_visible_staged(cache.counters, tokens)
+    visible = stagings.num_visible_staged(counters, tokens)
     policy_segments = cache.policy.segments(quantization.readable(cache.state), visible)
-    return (*policy_segments, stagings.staged_segment(cache.staging, cache.counters, tokens))
+    return (*policy_segments, stagings.staged_segment(cache.staging, counters, tokens))
 
 
 def _attend(
     cache: Cache[S],
+    counters: Counters,
     query: Float[Array, "B T H_q D"],
     sink_logits: Float[Array, "H_q"] | None,
     text: FrozenCache | None = None,
@@ -622,12 +607,12 @@ def _attend(
 ) -> tuple[Partials, Cache[S]]:
     """Attends to the cache; if causal, the queries belong to the newest tokens and the policy observes them."""
     policy, tokens, kv_heads = cache.policy, query.shape[1] if causal else 1, cache.staging.keys.shape[1]
-    appended = stagings.appended_mask(cache.counters, tokens) if causal else None
-    scaled, segments = _scale_queries(cache.spec, query), _segments(cache, tokens)
+    appended = stagings.appended_mask(counters, tokens) if causal else None
+    scaled, segments = _scale_queries(cache.spec, query), _segments(cache, counters, tokens)
     others: tuple[Partials, ...] = ()
     text_segments: tuple[SegmentLike, ...] = ()
     if text is not None:
-        visible = cache.counters.first[:, None] + stagings.num_visible_staged(cache.counters, tokens)
+        visible = counters.first[:, None] + stagings.num_visible_staged(counters, tokens)
         of_text, text_segments = attend_frozen(text, scaled, visible, kv_heads)
         others = (of_text,)
     partials, stats = attend_with_stats(
@@ -650,7 +635,7 @@ def _attend(
     if appended is not None:
         observed = policy.observe(cache.state, AttentionStats(stats[:-1], stats[-1], appended))
         cache = dataclasses.replace(cache, state=observed)
-    denominator = jnp.where(_is_faulty(cache)[:, None, None], jnp.nan, partials.denominator)
+    denominator = jnp.where(_is_faulty(cache, counters)[:, None, None], jnp.nan, partials.denominator)
     return partials._replace(denominator=denominator), cache
 
 
@@ -679,11 +664,10 @@ def _zero_repeated(spec: CacheSpec, repeated: RepeatedPrompt) -> RepeatedPrompt:
     return dataclasses.replace(repeated, queries=queries, keys=_zero_invalid(repeated.keys, valid))
 
 
-def _is_faulty(cache: Cache) -> Bool[Array, "B"]:
+def _is_faulty(cache: Cache, counters: Counters) -> Bool[Array, "B"]:
     """Returns the rows that have lost tokens or hold invalid state."""
-    counters = cache.counters
     faults = counters.overflow | cache.reused | cache.not_finite | cache.policy_faults
-    return (faults != 0) | (counters.total > cache.spec.capacity)
+    return (faults != 0) | (counters.num_tokens > cache.spec.capacity)
 
 
 def _count_not_finite(
@@ -707,7 +691,8 @@ def _count_policy_faults(cache: Cache[S]) -> Cache[S]:
 # --- checks ---
 
 
-def _check_new_tokens(cache: Cache, keys: Array, values: Array, lengths: Array | None) -> None:
+def _check_new_tokens(cache: Cache, counters: Counters, keys: Array, values: Array, lengths: Array | None) -> None:
+    check_counters(cache.staging, counters, cache.spec)
     check_tokens(cache.spec, cache.staging.keys.shape[0], keys, values, lengths)
 
 
@@ -730,14 +715,14 @@ def _check_new_scores(cache: Cache, scores: Array | None, keys: Array) -> None:
     _check_predicted_scores(scores, keys)
 
 
-def _known_num_tokens(cache: Cache) -> Int[np.ndarray, "B"]:
+def _known_num_tokens(counters: Counters) -> Int[np.ndarray, "B"]:
     """Returns the tokens of every row, of concrete counters; a sum of JAX arrays would be traced inside jit."""
-    return np.asarray(cache.counters.first) + np.asarray(cache.counters.count)
+    return np.asarray(counters.first) + np.asarray(counters.count)
 
 
-def _check_free_slots(cache: Cache, keys: Array, lengths: Array | None, *, compacts: bool) -> None:
+def _check_free_slots(cache: Cache, counters: Counters, keys: Array, lengths: Array | None, *, compacts: bool) -> None:
     """Raises a ValueError for tokens that `_stage` would count as faults, if values are known."""
-    counters, new, slots = cache.counters, keys.shape[1], cache.counters.slots
+    new, slots = keys.shape[1], counters.slots
     if not is_concrete(counters, lengths):
         return
     row_tokens = np.full(keys.shape[0], new) if lengths is None else np.asarray(lengths)
@@ -748,7 +733,7 @@ def _check_free_slots(cache: Cache, keys: Array, lengths: Array | None, *, compa
             f"{int(counters.offset)} of {slots} staging slots are in use and {new} more tokens do not fit; call "
             "kvjax.compact first"
         )
-    longest = int(np.max(_known_num_tokens(cache) + row_tokens))
+    longest = int(np.max(_known_num_tokens(counters) + row_tokens))
     if longest > cache.spec.capacity:
         raise ValueError(
             f"a row would hold {longest} tokens, but the cache was made for max_prompt_tokens + max_new_tokens = "

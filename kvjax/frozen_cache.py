@@ -1,9 +1,9 @@
 """A compressed text that many sequences continue: its entries are held once and never change.
 
-    cache = init(policy, dataclasses.replace(spec, max_new_tokens=0), row_keys)
-    cache, _ = prefill(cache, keys, values, lengths)
-    text = freeze(cache)                                  # D texts
-    output, tail = step(tail, query, key, value, text=text)    # D * R rows, R for each text
+    cache, counters = init(policy, dataclasses.replace(spec, max_new_tokens=0), row_keys)
+    cache, counters, _ = prefill(cache, counters, keys, values, lengths)
+    text = freeze(cache, counters)                                                # D texts
+    output, tail, counters = step(tail, counters, query, key, value, text=text)   # D * R rows, R for each text
 
 Every row holds the tokens after its text in a cache of its own, the tail. The queries of the rows of one text are
 further queries of each KV head, so that a step reads the entries of a text once for all its rows. The partial softmax
@@ -26,10 +26,11 @@ from kvjax.partials import Partials
 from kvjax.policy import Policy, S
 from kvjax.segment import SegmentLike
 from kvjax.spec import CacheSpec, is_concrete
+from kvjax.staging import Counters, check_counters
 from kvjax.state import batch_size, state, static
 
 if TYPE_CHECKING:
-    from kvjax.cache import LayerCache
+    from kvjax.cache import Cache
 
 
 @state
@@ -49,32 +50,34 @@ class FrozenCache(Generic[S]):
     mesh: Mesh | None = static()
 
 
-def freeze(cache: "LayerCache[S]") -> FrozenCache[S]:
+def freeze(cache: "Cache[S]", counters: Counters) -> FrozenCache[S]:
     """Returns the entries of a cache, without the staging buffer.
 
     Args:
-        cache: a cache without staged tokens, with or without counters; it shares its buffers with the result.
+        cache: a cache without staged tokens; it shares its buffers with the result.
+        counters: its counters.
 
     Returns:
         The frozen cache.
 
     Raises:
-        ValueError: if tokens are staged, or the call is inside jit with counters.
+        ValueError: if tokens are staged, or the call is inside jit.
 
     Example:
         >>> import jax, jax.numpy as jnp, kvjax
         >>> spec = kvjax.CacheSpec(
         ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=0
         ... )
-        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
-        >>> cache, _ = kvjax.prefill(cache, jnp.ones((1, 64, 2, 8)), jnp.ones((1, 64, 2, 8)), jnp.array([50]))
-        >>> kvjax.cache_bytes(kvjax.freeze(cache)).device < kvjax.cache_bytes(cache).device
+        >>> cache, counters = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
+        >>> keys = values = jnp.ones((1, 64, 2, 8))
+        >>> cache, counters, _ = kvjax.prefill(cache, counters, keys, values, jnp.array([50]))
+        >>> kvjax.cache_bytes(kvjax.freeze(cache, counters)).device < kvjax.cache_bytes(cache).device
         True
     """
-    counters = getattr(cache, "counters", None)
-    if counters is not None and not is_concrete(counters):
+    check_counters(cache.staging, counters, cache.spec)
+    if not is_concrete(counters):
         raise ValueError("freeze reads the counters of the cache; call it outside jit")
-    if counters is not None and int(counters.offset):
+    if int(counters.offset):
         raise ValueError(
             f"the staging buffer holds tokens in {int(counters.offset)} slots, which a frozen cache would lose; call "
             "kvjax.compact first"

@@ -7,7 +7,6 @@ from kvjax.cache import append as append
 from kvjax.cache import attend as attend
 from kvjax.cache import compact as compact
 from kvjax.cache import init as init
-from kvjax.cache import num_tokens as num_tokens
 from kvjax.cache import prefill as prefill
 from kvjax.cache import read_bytes as read_bytes
 from kvjax.cache import step as step
@@ -31,6 +30,7 @@ from kvjax.registry import PolicyChoice as PolicyChoice
 from kvjax.registry import register as register
 from kvjax.sliding_window import SlidingWindow as SlidingWindow
 from kvjax.spec import CacheSpec as CacheSpec
+from kvjax.staging import Counters as Counters
 from kvjax.state import cache_bytes as cache_bytes
 from kvjax.state import insert_rows as insert_rows
 from kvjax.state import raise_faults as raise_faults

@@ -72,8 +72,8 @@ class Counters:
         return self.present.shape[1]
 
     @property
-    def total(self) -> Int[Array, "B"]:
-        """Tokens that every row has received."""
+    def num_tokens(self) -> Int[Array, "B"]:
+        """Tokens that every row has received, evicted ones included."""
         return self.first + self.count
 
 
@@ -97,6 +97,28 @@ def init_staging(spec: CacheSpec, slots: int, *, scored: bool = False) -> tuple[
     # One buffer per field, so that the state can be donated.
     counts = {name: jnp.zeros(spec.batch, jnp.int32) for name in ("count", "first", "overflow", "past")}
     return staging, Counters(jnp.zeros((spec.batch, slots), bool), jnp.zeros((), jnp.int32), **counts)
+
+
+def check_counters(staging: Staging, counters: Counters, spec: CacheSpec) -> None:
+    """Checks that counters belong to a cache.
+
+    Args:
+        staging: staging buffer of the cache.
+        counters: the counters.
+        spec: spec of the cache.
+
+    Raises:
+        TypeError: if they are not `Counters`.
+        ValueError: if their sizes differ from the cache's.
+    """
+    if not isinstance(counters, Counters):
+        raise TypeError(f"counters must be kvjax.Counters, which kvjax.init returns, got {type(counters).__name__}")
+    (rows, slots), expected = counters.present.shape, (staging.keys.shape[0], spec.staging_slots)
+    if (rows, slots) != expected:
+        raise ValueError(
+            f"counters of {rows} rows and {slots} staging slots do not belong to a cache of {expected[0]} rows and "
+            f"{expected[1]} slots; pass those that kvjax.init returned with the cache"
+        )
 
 
 def append(
@@ -241,6 +263,6 @@ def take_staged(staging: Staging, counters: Counters) -> tuple[Tokens, Counters]
         present=jnp.zeros_like(counters.present),
         offset=jnp.zeros_like(counters.offset),
         count=jnp.zeros_like(counters.count),
-        first=jnp.minimum(counters.total, _MAX_COUNT),
+        first=jnp.minimum(counters.num_tokens, _MAX_COUNT),
     )
     return tokens, emptied

@@ -244,7 +244,7 @@ def cache_bytes(tree: Any) -> CacheBytes:
         >>> spec = kvjax.CacheSpec(
         ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
         ... )
-        >>> cache = kvjax.init(kvjax.Exact(), spec, jax.random.split(jax.random.key(0), 1))
+        >>> cache, _ = kvjax.init(kvjax.Exact(), spec, jax.random.split(jax.random.key(0), 1))
         >>> kvjax.cache_bytes(cache.staging)
         CacheBytes(device=8192, host=0)
     """
@@ -271,7 +271,7 @@ def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
     """Returns a state of the selected batch rows, in the given order.
 
     Args:
-        tree: a state.
+        tree: a state, or a tuple of states such as `(cache, counters)`.
         rows: integer row indices; a row may appear several times. Each copy after the first draws its own random
             numbers. Use `jnp.flatnonzero` for a mask.
 
@@ -286,9 +286,11 @@ def take_rows(tree: T, rows: Int[Array, "R"]) -> T:
         >>> spec = kvjax.CacheSpec(
         ...     batch=2, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
         ... )
-        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 2))
-        >>> cache = kvjax.append(cache, jnp.ones((2, 3, 2, 8)), jnp.ones((2, 3, 2, 8)), jnp.array([3, 1]))
-        >>> kvjax.num_tokens(kvjax.take_rows(cache, jnp.array([1, 1, 0])))
+        >>> cache, counters = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 2))
+        >>> keys = values = jnp.ones((2, 3, 2, 8))
+        >>> cache, counters = kvjax.append(cache, counters, keys, values, jnp.array([3, 1]))
+        >>> cache, counters = kvjax.take_rows((cache, counters), jnp.array([1, 1, 0]))
+        >>> counters.num_tokens
         Array([1, 1, 3], dtype=int32)
     """
     rows = _check_rows(tree, rows)
@@ -316,7 +318,7 @@ def repeat_rows(tree: T, repeats: int) -> T:
     """Repeats every row in place, as forks of one prefix: row i becomes rows i * repeats to (i + 1) * repeats - 1.
 
     Args:
-        tree: a state.
+        tree: a state, or a tuple of states such as `(cache, counters)`.
         repeats: copies of every row.
 
     Returns:
@@ -328,9 +330,11 @@ def repeat_rows(tree: T, repeats: int) -> T:
         >>> spec = kvjax.CacheSpec(
         ...     batch=2, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
         ... )
-        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 2))
-        >>> cache = kvjax.append(cache, jnp.ones((2, 3, 2, 8)), jnp.ones((2, 3, 2, 8)), jnp.array([3, 1]))
-        >>> kvjax.num_tokens(kvjax.repeat_rows(cache, 2))
+        >>> cache, counters = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 2))
+        >>> keys = values = jnp.ones((2, 3, 2, 8))
+        >>> cache, counters = kvjax.append(cache, counters, keys, values, jnp.array([3, 1]))
+        >>> cache, counters = kvjax.repeat_rows((cache, counters), 2)
+        >>> counters.num_tokens
         Array([3, 3, 1, 1], dtype=int32)
     """
     return take_rows(tree, jnp.repeat(jnp.arange(batch_size(tree)), repeats))
@@ -340,10 +344,11 @@ def repeat_rows(tree: T, repeats: int) -> T:
 def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
     """Overwrites the given rows with the rows of another state of the same policy and spec.
 
-    Both states must have the same staging offset; `compact` brings both to 0.
+    Both states must have the same staging offset; `compact` brings both to 0. Pass `(cache, counters)` of both, so
+    that the offsets are compared.
 
     Args:
-        tree: the state to write to.
+        tree: the state to write to, or a tuple of states.
         rows_tree: a state with R rows.
         rows: indices of the rows of `tree` to overwrite, each at most once.
 
@@ -359,9 +364,12 @@ def insert_rows(tree: T, rows_tree: T, rows: Int[Array, "R"]) -> T:
         >>> spec = kvjax.CacheSpec(
         ...     batch=2, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
         ... )
-        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 2))
-        >>> cache = kvjax.append(cache, jnp.ones((2, 3, 2, 8)), jnp.ones((2, 3, 2, 8)), jnp.array([3, 1]))
-        >>> kvjax.num_tokens(kvjax.insert_rows(cache, kvjax.take_rows(cache, jnp.array([0])), jnp.array([1])))
+        >>> cache, counters = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 2))
+        >>> keys = values = jnp.ones((2, 3, 2, 8))
+        >>> cache, counters = kvjax.append(cache, counters, keys, values, jnp.array([3, 1]))
+        >>> first = kvjax.take_rows((cache, counters), jnp.array([0]))
+        >>> cache, counters = kvjax.insert_rows((cache, counters), first, jnp.array([1]))
+        >>> counters.num_tokens
         Array([3, 3], dtype=int32)
     """
     if (difference := _difference(tree, rows_tree)) is not None:
@@ -398,7 +406,7 @@ def raise_faults(tree: Any) -> None:
     """Raises an error that lists every fault counter of a state that is not zero. Call it outside jit.
 
     Args:
-        tree: a state.
+        tree: a state, or a tuple of states. A cache and its counters have different faults; pass `(cache, counters)`.
 
     Raises:
         ValueError: if a fault counter is not zero.
@@ -408,8 +416,8 @@ def raise_faults(tree: Any) -> None:
         >>> spec = kvjax.CacheSpec(
         ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
         ... )
-        >>> cache = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
-        >>> kvjax.raise_faults(cache)
+        >>> cache, counters = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
+        >>> kvjax.raise_faults((cache, counters))
     """
     faults: list[str] = []
 

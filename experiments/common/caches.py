@@ -152,5 +152,5 @@ def _reference(spec: kvjax.CacheSpec) -> kvjax.CacheSpec:
 @functools.lru_cache(maxsize=1024)
 def _frozen_bytes(policy: Policy, spec: kvjax.CacheSpec) -> tuple[int, int]:
     """Returns the bytes that a frozen text holds in a layer and that a step reads."""
-    text = kvjax.FrozenCache(abstract_cache(policy, spec).state, policy=policy, spec=spec, mesh=None)
+    text = kvjax.FrozenCache(abstract_cache(policy, spec)[0].state, policy=policy, spec=spec, mesh=None)
     return kvjax.cache_bytes(text).device, kvjax.read_bytes(text)

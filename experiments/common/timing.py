@@ -15,7 +15,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax.cache import LayerCache
 from kvjax.combinators.host_memory import HostMemoryState
 from kvjax.policy import merge_requirements
 from kvjax.quantization import readable
@@ -297,7 +296,7 @@ def hit_rate(state: GenerationState) -> float | None:
     return sum(int(jnp.sum(one.hits)) for one in block_caches) / requested if requested else None
 
 
-def selection_seconds(layers: Sequence[LayerCache], repetitions: int) -> float | None:
+def selection_seconds(layers: Sequence[kvjax.Cache], repetitions: int) -> float | None:
     """Measures the selection of blocks, without reading them.
 
     Args:
@@ -309,7 +308,7 @@ def selection_seconds(layers: Sequence[LayerCache], repetitions: int) -> float |
     """
     spec = layers[-1].spec
 
-    def reads_of(cache: LayerCache) -> list[BlockStoreRead]:
+    def reads_of(cache: kvjax.Cache) -> list[BlockStoreRead]:
         visible = jnp.zeros((cache.staging.keys.shape[0], 1), jnp.int32)
         segments = cache.policy.segments(readable(cache.state), visible)
         return [one for one in segments if isinstance(one, BlockStoreRead)]

@@ -161,8 +161,8 @@ def per_device(function: Callable[P, T]) -> Callable[P, T]:
     """Compiles a function of a cache, and runs it on every device's shard if the cache has a mesh.
 
     Shards follow from annotations: a parameter or result that is annotated with a jaxtyping array is sharded by the
-    names of its axes, a state by the annotations of its fields. Results annotated with the cache's class are sharded
-    as the cache is.
+    names of its axes, a state by the annotations of its fields. A result that is annotated with the class of an
+    argument is sharded as that argument is.
 
     Args:
         function: its first parameter is a cache with an attribute `mesh`.
@@ -178,16 +178,15 @@ def per_device(function: Callable[P, T]) -> Callable[P, T]:
             return function(*arguments, **options)
         hints = typing.get_type_hints(function)
         names = list(inspect.signature(function).parameters)
-        cache_specs = partition_specs(cache)
         in_specs = tuple(
-            cache_specs if name == names[0] else _argument_specs(argument, hints[name])
-            for name, argument in zip(names, arguments, strict=False)
+            _argument_specs(argument, hints[name]) for name, argument in zip(names, arguments, strict=False)
         )
+        state_specs = {type(argument): specs for argument, specs in zip(arguments, in_specs, strict=True)}
         run = jax.shard_map(
             functools.partial(function, **options),
             mesh=cache.mesh,
             in_specs=in_specs,
-            out_specs=_result_specs(hints["return"], cache_specs),
+            out_specs=_result_specs(hints["return"], state_specs),
             check_vma=False,
         )
         return run(*arguments)
@@ -208,12 +207,12 @@ def _argument_specs(argument: Any, hint: Any) -> Any:
     return partition_specs(argument)
 
 
-def _result_specs(hint: Any, cache_specs: Any) -> Any:
-    """Returns the partition specs of a result by its annotation; anything but arrays and tuples is the cache."""
+def _result_specs(hint: Any, state_specs: dict[type, Any]) -> Any:
+    """Returns the partition specs of a result by its annotation, given those of the arguments by their classes."""
     if typing.get_origin(hint) is tuple:
-        return tuple(_result_specs(inner, cache_specs) for inner in typing.get_args(hint))
+        return tuple(_result_specs(inner, state_specs) for inner in typing.get_args(hint))
     axes = _annotated_axes(hint)
-    return cache_specs if axes is None else _partition_spec(axes)
+    return state_specs[typing.get_origin(hint) or hint] if axes is None else _partition_spec(axes)
 
 
 def _annotated_axes(hint: Any) -> list[str] | None:

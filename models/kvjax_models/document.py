@@ -20,7 +20,6 @@ from jaxtyping import Array, Float
 
 import kvjax
 from kvjax.budget import Budget
-from kvjax.cache import with_counters
 from kvjax.messages import shorten
 from kvjax.policy import Policy, policy_of
 from kvjax.registry import PolicyChoice
@@ -523,4 +522,4 @@ def _copy_to_rows(x: Array, rows: Array) -> Array:
 
 def freeze_layers(state: GenerationState) -> tuple[kvjax.FrozenCache, ...]:
     """Returns the frozen caches of a settled state with one row."""
-    return tuple(kvjax.freeze(with_counters(cache, state.counters)) for cache in state.layers)
+    return tuple(kvjax.freeze(cache, state.counters) for cache in state.layers)

@@ -20,9 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Shaped
 
 import kvjax
-from kvjax.cache import LayerCache, with_counters
 from kvjax.segment import BlockStoreRead, Segment
-from kvjax.staging import Counters
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill import compression_arguments
 from kvjax_models.generation.state import check_seed, init_layers
@@ -70,8 +68,8 @@ def kept_shares(generator: Generator, tokens: Sequence[int], seed: int = 0) -> F
 
 @jax.jit
 def _layer_shares(
-    cache: LayerCache,
-    counters: Counters,
+    cache: kvjax.Cache,
+    counters: kvjax.Counters,
     keys: Float[Array, "1 N H_kv D"],
     values: Float[Array, "1 N H_kv D"],
     *prompt: Any,
@@ -80,7 +78,7 @@ def _layer_shares(
     """Compresses a layer and returns the shares of all tokens.
 
     Args:
-        cache: empty cache, without counters.
+        cache: empty cache.
         counters: its counters.
         keys: keys of the text.
         values: values of the text.
@@ -94,7 +92,7 @@ def _layer_shares(
 
     def compress(values: Array) -> tuple[list[Array], Any]:
         """Returns the values of all segments, and what else is needed of them."""
-        filled, carry = kvjax.prefill(with_counters(cache, counters), keys, values, *prompt, **options)
+        filled, _, carry = kvjax.prefill(cache, counters, keys, values, *prompt, **options)
         retrieves, entries, numbers = jnp.zeros(kv_heads, bool), [], []
         for one in filled.policy.segments(filled.state, jnp.zeros((1, 1), jnp.int32)):
             heads = jnp.arange(kv_heads) if one.kv_heads is None else jnp.asarray(one.kv_heads)

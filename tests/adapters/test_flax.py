@@ -52,7 +52,7 @@ def run_nnx(policy, prompt, new, lengths=None):
 
 
 def run_linen(policy, prompt, new, lengths=None):
-    """Returns the outputs like `run_nnx`, and the cache."""
+    """Returns the outputs like `run_nnx`, and the counters of the cache."""
     layer = make_linen_layer(attention_fn=LinenCache(make_spec(4), policy))
     variables = layer.init(jax.random.key(0), prompt)
     mask = None if lengths is None else padding_mask()
@@ -61,8 +61,8 @@ def run_linen(policy, prompt, new, lengths=None):
     for token in range(NEW):
         output, updated = step({**variables, **updated}, new[:, token : token + 1])
         outputs.append(output)
-    [cache] = jax.tree.leaves(updated, is_leaf=lambda x: isinstance(x, kvjax.Cache))
-    return np.asarray(outputs[0]), np.asarray(jnp.concatenate(outputs[1:], axis=1)), cache
+    [(_, counters)] = jax.tree.leaves(updated, is_leaf=lambda x: isinstance(x, tuple))
+    return np.asarray(outputs[0]), np.asarray(jnp.concatenate(outputs[1:], axis=1)), counters
 
 
 def make_linen_layer(**options):
@@ -103,7 +103,7 @@ def test_exact_equals_the_cache_of_flax(host, inputs):
     _, padded, cache = run(kvjax.Exact(compact_every=8), prompt, new, LENGTHS)
     short = jnp.concatenate([prompt[:, : LENGTHS[1]], new], axis=1)
     np.testing.assert_allclose(padded[1], run_flax(short)[1, LENGTHS[1] :], atol=2e-5)
-    assert getattr(cache, "num_tokens", None) is None or cache.num_tokens.tolist() == (LENGTHS + NEW).tolist()
+    assert cache.num_tokens.tolist() == (LENGTHS + NEW).tolist()
 
 
 def run_kvjax(policy, spec, weights, prompt, new):
@@ -115,14 +115,15 @@ def run_kvjax(policy, spec, weights, prompt, new):
         )
 
     row_keys = jax.random.split(jax.random.fold_in(jax.random.key(0), 0), BATCH)
-    cache, (query, key, value) = kvjax.init(policy, spec, row_keys), project(prompt)
+    (cache, counters), (query, key, value) = kvjax.init(policy, spec, row_keys), project(prompt)
     right_aligned = jnp.stack(
         [jnp.roll(row, PROMPT - length, axis=0) for row, length in zip(query, LENGTHS, strict=True)]
     )
-    cache, _ = kvjax.prefill(cache, key, value, LENGTHS, kvjax.prompt_queries(cache.policy, right_aligned))
+    needed = kvjax.prompt_queries(cache.policy, right_aligned)
+    cache, counters, _ = kvjax.prefill(cache, counters, key, value, LENGTHS, needed)
     outputs, step = [], jax.jit(kvjax.step)
     for token in range(NEW):
-        attended, cache = step(cache, *project(new[:, token : token + 1]))
+        attended, cache, counters = step(cache, counters, *project(new[:, token : token + 1]))
         outputs.append(jnp.einsum("bthd,hdw->btw", attended, weights["out"][0]) + weights["out"][1])
     return np.asarray(jnp.concatenate(outputs, axis=1))
 

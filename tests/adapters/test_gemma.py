@@ -62,7 +62,7 @@ def generate_with_gemma(model, variables, prompt):
 
 
 def generate_with_kvjax(model, variables, policy):
-    """Returns the logits of greedy decoding of both prompts in a batch, and the final caches."""
+    """Returns the logits of greedy decoding of both prompts in a batch, and the final caches with counters."""
     lengths = np.array([len(prompt) for prompt in PROMPTS])
     tokens = np.zeros((2, lengths.max()), np.int32)
     for row, prompt in zip(tokens, PROMPTS, strict=True):
@@ -83,13 +83,14 @@ def generate_with_kvjax(model, variables, policy):
 def test_exact_equals_the_cache_of_gemma(name):
     model, variables = random_model(name)
     with adapter.compressed_attention():
-        logits, caches = generate_with_kvjax(model, variables, kvjax.Exact(compact_every=8))
+        logits, states = generate_with_kvjax(model, variables, kvjax.Exact(compact_every=8))
     expected_logits = [generate_with_gemma(model, variables, prompt) for prompt in PROMPTS]
     for row, expected in zip(logits, expected_logits, strict=True):
         np.testing.assert_allclose(row, expected, atol=2e-4)
         np.testing.assert_array_equal(row.argmax(-1), expected.argmax(-1))
-    assert caches[0].policy == kvjax.SlidingWindow(WINDOW, compact_every=WINDOW) and np.std(expected_logits[0]) > 0.5
-    assert kvjax.num_tokens(caches[1]).tolist() == [len(prompt) + NUM_NEW - 1 for prompt in PROMPTS]
+    (window, _), (_, counters) = states
+    assert window.policy == kvjax.SlidingWindow(WINDOW, compact_every=WINDOW) and np.std(expected_logits[0]) > 0.5
+    assert counters.num_tokens.tolist() == [len(prompt) + NUM_NEW - 1 for prompt in PROMPTS]
 
 
 @every_policy
@@ -100,12 +101,12 @@ def test_every_policy(policy):
             generate_with_kvjax(model, variables, POLICIES[policy])
         return
     with adapter.compressed_attention():
-        logits, caches = generate_with_kvjax(model, variables, POLICIES[policy])
+        logits, states = generate_with_kvjax(model, variables, POLICIES[policy])
     assert np.isfinite(logits).all()
-    for cache in caches:
-        kvjax.raise_faults(cache)
-    assert type(caches[0].policy) is kvjax.SlidingWindow
-    assert caches[1].policy == POLICIES[policy].for_layer(caches[1].spec)
+    kvjax.raise_faults(states)
+    (window, _), (cache, _) = states
+    assert type(window.policy) is kvjax.SlidingWindow
+    assert cache.policy == POLICIES[policy].for_layer(cache.spec)
     # Attention of the prompt is exact.
     expected = [generate_with_gemma(model, variables, prompt)[0] for prompt in PROMPTS]
     np.testing.assert_allclose(logits[:, 0], np.stack(expected), atol=2e-4)
@@ -115,7 +116,7 @@ def test_page():
     model, variables = random_model("gemma3")
     tokens = jnp.asarray(np.random.default_rng(0).integers(1, 64, (1, 2048)), jnp.int32)
     names = run_page("gemma", model=model, variables=variables, tokens=tokens, lengths=jnp.array([2048]))
-    caches = [adapter.unpack(names["out"].cache[f"layer_{number}"]) for number in range(2)]
-    assert kvjax.num_tokens(caches[1]).tolist() == [2048 + 255]
-    assert type(caches[1].policy) is kvjax.SubGenMean
+    cache, counters = adapter.unpack(names["out"].cache["layer_1"])
+    assert counters.num_tokens.tolist() == [2048 + 255]
+    assert type(cache.policy) is kvjax.SubGenMean
     assert np.isfinite(names["out"].logits).all()

@@ -92,7 +92,7 @@ def test_exact_equals_the_cache_of_keras_hub(family):
     np.testing.assert_array_equal(generate(model, inputs), expected)
     assert len(np.unique(expected[:, PROMPT_TOKENS:])) > 5
     caches = adapter.init_caches(model, 3, PROMPT_TOKENS, MAX_LENGTH)
-    windows = [type(cache.policy) is kvjax.SlidingWindow for cache in caches]
+    windows = [type(cache.policy) is kvjax.SlidingWindow for cache, _ in caches]
     expected_windows = {"Mistral": [True] * 2, "Gemma2": [True, False], "Gemma3": [True] * 5 + [False, True]}
     assert windows == expected_windows.get(family, [False] * 2)
     adapter.restore(model)
@@ -109,7 +109,7 @@ def test_every_policy_equals_the_model_of_kvjax(policy, models):
             generate(model, inputs)
         return
     tokens = generate(model, inputs)
-    spec = adapter.init_caches(model, 2, PROMPT_TOKENS, MAX_LENGTH)[0].spec
+    spec = adapter.init_caches(model, 2, PROMPT_TOKENS, MAX_LENGTH)[0][0].spec
     sizes = {"max_prompt_tokens": spec.max_prompt_tokens, "max_new_tokens": spec.max_new_tokens}
     generator = Generator(own_model, POLICIES[policy], batch=2, **sizes)
     prompts = inputs["token_ids"][:, :PROMPT_TOKENS].tolist()

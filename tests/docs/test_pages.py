@@ -142,7 +142,7 @@ def test_pictures_show_the_entries_of_policies(monkeypatch):
     text = pictures.make_text()
 
     def entries_of(name):
-        return pictures.read_entries(pictures.fill_cache(pictures.make_policy(name), text), text.question)
+        return pictures.read_entries(*pictures.fill_cache(pictures.make_policy(name), text), text.question)
 
     tokens = pictures.TOKENS - 8  # the others are staged
     # A sliding window slides by the staged tokens, too.

@@ -36,13 +36,13 @@ def draw(tokens):
 
 
 def run(policy, queries, keys, values, lengths, **options):
-    """Returns the attention output of NEW tokens after a prompt of `lengths` tokens, and the cache."""
+    """Returns the attention output of NEW tokens after a prompt of `lengths` tokens, the cache and the counters."""
     spec = make_spec(BATCH, PROMPT, NEW, head_dim=HEAD_DIM, rope_frequencies=None, **options)
     stream = Stream(keys, values, queries)
-    cache = begin(policy, spec, row_keys(BATCH), *(part[:, :PROMPT] for part in stream), lengths)
-    cache, outputs, _ = go(cache, after(stream, lengths, NEW))
-    kvjax.raise_faults(cache)
-    return outputs, cache
+    cache, counters = begin(policy, spec, row_keys(BATCH), *(part[:, :PROMPT] for part in stream), lengths)
+    outputs, _, cache, counters = go(cache, counters, after(stream, lengths, NEW))
+    kvjax.raise_faults((cache, counters))
+    return outputs, cache, counters
 
 
 def test_a_registered_policy_works_in_policy_strings(page):
@@ -61,17 +61,18 @@ def test_a_registered_policy_works_in_policy_strings(page):
 )
 def test_policies_decode(page, name, settings, kv_dtype):
     lengths = np.array([PROMPT, 7])
-    outputs, cache = run(getattr(page, name)(BUDGET, **settings), *draw(PROMPT + NEW), lengths, kv_dtype=kv_dtype)
+    policy = getattr(page, name)(BUDGET, **settings)
+    outputs, _, counters = run(policy, *draw(PROMPT + NEW), lengths, kv_dtype=kv_dtype)
     assert np.isfinite(outputs).all()
-    assert kvjax.num_tokens(cache).tolist() == (lengths + NEW).tolist()
+    assert counters.num_tokens.tolist() == (lengths + NEW).tolist()
 
 
 def test_large_values_are_kept_with_the_newest_tokens(page):
     queries, keys, values = draw(PROMPT + NEW)
-    _, cache = run(
+    _, *state = run(
         page.RecentAndLargeValues(BUDGET, recent=4, compact_every=1), queries, keys, values, np.array([PROMPT, 7])
     )
-    window = kvjax.compact(cache).state.window
+    window = kvjax.compact(*state)[0].state.window
     for row, length in enumerate((PROMPT + NEW, 7 + NEW)):
         for head in range(KV_HEADS):
             norms = np.linalg.norm(values[row, : length - 4, head], axis=-1)
@@ -83,7 +84,7 @@ def test_large_values_are_kept_with_the_newest_tokens(page):
 def test_the_written_policy_is_tova_token_by_token(page):
     queries, keys, values = draw(PROMPT + NEW)
     lengths = np.array([PROMPT, 7])
-    attended, _ = run(page.TOVA(BUDGET, compact_every=1), queries, keys, values, lengths)
+    attended, *_ = run(page.TOVA(BUDGET, compact_every=1), queries, keys, values, lengths)
     for row in range(BATCH):
         for head in range(KV_HEADS):
             group = slice(head * GROUP, (head + 1) * GROUP)

@@ -33,12 +33,13 @@ def test_every_compaction_scores_all_tokens_again():
     values = np.broadcast_to(np.eye(DIM, dtype=np.float32)[:TOKENS, None], keys.shape)
     queries = random.normal(size=(2, 28, 2, DIM)).astype(np.float32) + 1
     rotated = rope.rotate(jnp.asarray(queries), *rope.rotation(jnp.arange(28)[None], jnp.asarray(FREQUENCIES)))
-    cache = kvjax.init(policy, spec, row_keys(2))
-    cache, _ = kvjax.prefill(cache, keys[:, :28], values[:, :28], jnp.array([28, 28]), rotated)
+    cache, counters = kvjax.init(policy, spec, row_keys(2))
+    cache, counters, _ = kvjax.prefill(cache, counters, keys[:, :28], values[:, :28], jnp.array([28, 28]), rotated)
     kept = [list(range(28)), list(range(28))]
     for count in range(28, TOKENS + 1, 4):
         if count > 28:
-            cache = kvjax.compact(kvjax.append(cache, keys[:, count - 4 : count], values[:, count - 4 : count]))
+            staged = kvjax.append(cache, counters, keys[:, count - 4 : count], values[:, count - 4 : count])
+            cache, counters = kvjax.compact(*staged)
         for row, tokens in enumerate(kept):
             tokens += range(max(28, count - 4), count)
             scores = np.array([scores_of(queries[row, :, head], keys[row, tokens, 0], count - 1) for head in (0, 1)])
@@ -47,4 +48,4 @@ def test_every_compaction_scores_all_tokens_again():
             best = scores.max(0)
             best[[token < 2 or token >= count - 4 for token in tokens]] = np.inf
             kept[row] = sorted(tokens[i] for i in np.argsort(-best, kind="stable")[:16])
-            assert np.flatnonzero(np.asarray(read_weights(cache))[row, 0] > 0.5).tolist() == kept[row]
+            assert np.flatnonzero(np.asarray(read_weights(cache, counters))[row, 0] > 0.5).tolist() == kept[row]

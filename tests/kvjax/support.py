@@ -152,13 +152,14 @@ def row_keys(batch=BATCH, seed=0):
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def begin(policy, spec, keys_of_rows, keys, values, queries, lengths):
-    """Returns the cache after a prompt, with the last queries that the policy requires."""
-    cache, lengths = kvjax.init(policy, spec, keys_of_rows), jnp.asarray(lengths, jnp.int32)
-    return kvjax.prefill(cache, keys, values, lengths, last_queries(cache.policy, queries, lengths))[0]
+    """Returns the cache and the counters after a prompt, with the last queries that the policy requires."""
+    (cache, counters), lengths = kvjax.init(policy, spec, keys_of_rows), jnp.asarray(lengths, jnp.int32)
+    prompt = keys, values, lengths, last_queries(cache.policy, queries, lengths)
+    return kvjax.prefill(cache, counters, *prompt)[:2]
 
 
 def prefilled(policy, stream=None, spec=None, lengths=LENGTHS):
-    """Returns the cache after the prompts of a stream, by default the standard one."""
+    """Returns the cache and the counters after the prompts of a stream, by default the standard one."""
     stream = make_stream() if stream is None else stream
     return begin(policy, spec or make_spec(), row_keys(), *prompt_of(stream, lengths), lengths)
 
@@ -166,7 +167,7 @@ def prefilled(policy, stream=None, spec=None, lengths=LENGTHS):
 def decoded(policy, stream=None, spec=None, lengths=LENGTHS):
     """Returns what `go` returns after the prompts and all later tokens of a stream."""
     stream = make_stream() if stream is None else stream
-    return go(prefilled(policy, stream, spec, lengths), after(stream, lengths))
+    return go(*prefilled(policy, stream, spec, lengths), after(stream, lengths))
 
 
 def last_queries(policy, queries, lengths):
@@ -176,40 +177,42 @@ def last_queries(policy, queries, lengths):
     return jnp.take_along_axis(jnp.asarray(queries), place[..., None, None], axis=1) if count else None
 
 
-def go(cache, stream, block=1, compact_every=None):
+def go(cache, counters, stream, block=1, compact_every=None):
     """Appends the stream's tokens in blocks, and compacts after every `compact_every` tokens.
 
     Returns:
-        The cache, and for every appended token the attention outputs [B, N, H_q, D] and the weights [B, N, H_kv, D] of
-        all tokens, which are the output of a query of zeros over the one-hot values.
+        For every appended token the attention outputs [B, N, H_q, D] and the weights [B, N, H_kv, D] of all tokens,
+        which are the output of a query of zeros over the one-hot values; the cache and the counters.
     """
-    cache, outputs, weights = _go(block, cache, stream, compact_every or cache.policy.compact_every)
-    return cache, np.asarray(outputs), np.asarray(weights)
+    outputs, weights, *after = _go(block, cache, counters, stream, compact_every or cache.policy.compact_every)
+    return np.asarray(outputs), np.asarray(weights), *after
 
 
 @functools.partial(jax.jit, static_argnames=("block",))
-def _go(block, cache, stream, every):
+def _go(block, cache, counters, stream, every):
     batch, tokens = stream.keys.shape[:2]
     blocks = jax.tree.map(lambda x: jnp.moveaxis(jnp.reshape(x, (batch, -1, block, *x.shape[2:])), 1, 0), stream)
 
-    def step(cache, item):
+    def step(carry, item):
         number, (keys, values, queries) = item
         # The two parts of `kvjax.step`; the weights need the partials in between.
-        partials, cache = _attend(_stage(cache, keys, values, None), queries, None, causal=True)
+        cache, counters = _stage(*carry, keys, values, None)
+        partials, cache = _attend(cache, counters, queries, None, causal=True)
         weights = (partials.numerator * jnp.exp(partials.max)[..., None])[:, :, 1::2]
-        cache = jax.lax.cond((number + 1) * block % every == 0, kvjax.compact, lambda same: same, cache)
-        return cache, (kvjax.normalize(partials), weights)
+        is_full = (number + 1) * block % every == 0
+        carry = jax.lax.cond(is_full, kvjax.compact, lambda *same: same, cache, counters)
+        return carry, (kvjax.normalize(partials), weights)
 
-    cache, (outputs, weights) = jax.lax.scan(step, cache, (jnp.arange(tokens // block), blocks))
+    carry, (outputs, weights) = jax.lax.scan(step, (cache, counters), (jnp.arange(tokens // block), blocks))
     joined = [jnp.moveaxis(x, 0, 1).reshape(batch, tokens, *x.shape[3:]) for x in (outputs, weights)]
-    return cache, *joined
+    return *joined, *carry
 
 
 @functools.cache
 def whole_run(name, block=1, kv_dtype=None):
     """Returns what `go` returns for the standard stream with prompts of different lengths."""
     stream = make_stream()
-    return go(prefilled(POLICIES[name], stream, make_spec(kv_dtype=kv_dtype)), after(stream, LENGTHS), block)
+    return go(*prefilled(POLICIES[name], stream, make_spec(kv_dtype=kv_dtype)), after(stream, LENGTHS), block)
 
 
 def with_integer_keys(tree):
@@ -224,11 +227,11 @@ def with_integer_keys(tree):
 
 
 @jax.jit
-def read_weights(cache):
+def read_weights(cache, counters):
     """Returns the weight [B, H_kv, D] of every token, identified by its one-hot value."""
     batch, kv_heads, _, head_dim = cache.staging.keys.shape
     group = cache.spec.query_heads // cache.spec.kv_heads
-    read = kvjax.attend(cache, jnp.zeros((batch, 1, kv_heads * group, head_dim)))
+    read = kvjax.attend(cache, counters, jnp.zeros((batch, 1, kv_heads * group, head_dim)))
     return (read.numerator * jnp.exp(read.max)[..., None])[:, 0, ::group]
 
 
@@ -248,8 +251,9 @@ def _attend_after_prompt(policy, spec, keys, values, queries, keys_of_rows):
         return jnp.broadcast_to(x[:, None], (spec.batch, len(x), 1, spec.head_dim))
 
     lengths = jnp.full(spec.batch, spec.max_prompt_tokens, jnp.int32)
-    cache, _ = kvjax.prefill(kvjax.init(policy, spec, keys_of_rows), rows(keys), rows(values), lengths)
-    return kvjax.normalize(kvjax.attend(cache, rows(queries)))[:, :, 0], cache.state
+    empty = kvjax.init(policy, spec, keys_of_rows)
+    cache, counters, _ = kvjax.prefill(*empty, rows(keys), rows(values), lengths)
+    return kvjax.normalize(kvjax.attend(cache, counters, rows(queries)))[:, :, 0], cache.state
 
 
 def check_estimates(numbers, estimates, exact, max_half_width):

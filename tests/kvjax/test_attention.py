@@ -286,10 +286,11 @@ def expected_attention(query, head, keys, values, kind):
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def prefilled(policy, spec, keys, values, queries, sinks=None):
-    cache = kvjax.init(policy, spec, row_keys())
+    cache, counters = kvjax.init(policy, spec, row_keys())
     lengths, prompt = jnp.array(FIRST), slice(0, spec.max_prompt_tokens)
     required = last_queries(cache.policy, queries[:, prompt], lengths)
-    return kvjax.prefill(cache, keys[:, prompt], values[:, prompt], lengths, required, sink_logits=sinks)[0]
+    new = keys[:, prompt], values[:, prompt], lengths, required
+    return kvjax.prefill(cache, counters, *new, sink_logits=sinks)[:2]
 
 
 _step = jax.jit(kvjax.step)
@@ -320,11 +321,11 @@ def test_budgets_of_all_tokens_with_options_of_a_layer(case):
     policy, kind = EXACT_CASES[case]
     spec, sinks = layer_spec(kind), layer_sinks(kind)
     stream = layer_stream(spec.value_width)
-    cache = prefilled(policy, spec, *stream, sinks)
+    cache, counters = prefilled(policy, spec, *stream, sinks)
     for first, count in ((0, 1), (1, 5), (6, 6)):
         new = new_tokens(stream, first, count)
-        attended, cache = _step(cache, *new, sink_logits=sinks)
-        output = kvjax.normalize(_attend(cache, new[0], sink_logits=sinks))
+        attended, cache, counters = _step(cache, counters, *new, sink_logits=sinks)
+        output = kvjax.normalize(_attend(cache, counters, new[0], sink_logits=sinks))
         assert attended.shape == output.shape == (3, count, QUERY_HEADS, spec.value_width)
         for row, token, head in np.ndindex(3, count, QUERY_HEADS):
             end, query = FIRST[row] + first + token + 1, stream[2][row, FIRST[row] + first + token, head]
@@ -332,7 +333,7 @@ def test_budgets_of_all_tokens_with_options_of_a_layer(case):
                 keys, values = (part[row, :last, head // GROUP] for part in stream[:2])
                 expected = expected_attention(query, head, keys, values, kind)
                 np.testing.assert_allclose(actual[row, token, head], expected, rtol=2e-5, atol=2e-5)
-    kvjax.raise_faults(cache)
+    kvjax.raise_faults((cache, counters))
 
 
 @pytest.mark.parametrize("kind", SPECS)
@@ -340,9 +341,9 @@ def test_accumulated_attention_with_options_of_a_layer(kind):
     # Of H2O, over the prompt and decoding; attention sinks are in the denominator only.
     spec, sinks = layer_spec(kind), layer_sinks(kind)
     stream = layer_stream(spec.value_width)
-    cache = prefilled(ROOMY["h2o"], spec, *stream, sinks)
+    cache, counters = prefilled(ROOMY["h2o"], spec, *stream, sinks)
     for first, count in ((0, 1), (1, 4)):
-        _, cache = _step(cache, *new_tokens(stream, first, count), sink_logits=sinks)
+        _, cache, counters = _step(cache, counters, *new_tokens(stream, first, count), sink_logits=sinks)
     for row, kv in np.ndindex(3, KV_HEADS):
         end = FIRST[row] + 5
         expected = np.zeros(end)
@@ -378,8 +379,8 @@ def test_layers_with_a_window_use_a_sliding_window(name):
 @pytest.mark.parametrize("name, window, block", [("quest", 5, 1), ("uniform", 6, 3), ("exact", 1, 1), ("h2o", 30, 8)])
 def test_a_sliding_window_reads_its_tokens_at_every_step(name, window, block):
     stream, spec = make_stream(), make_spec(window=window, logit_cap=20.0)
-    cache = begin(POLICIES[name], spec, row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
-    cache, outputs, weights = go(cache, after(stream, LENGTHS), block)
+    cache, counters = begin(POLICIES[name], spec, row_keys(), *prompt_of(stream, LENGTHS), LENGTHS)
+    outputs, weights, cache, counters = go(cache, counters, after(stream, LENGTHS), block)
     position = np.arange(weights.shape[3])
     for row, step in itertools.product(range(3), range(NEW)):
         end = LENGTHS[row] + step + 1
@@ -390,4 +391,4 @@ def test_a_sliding_window_reads_its_tokens_at_every_step(name, window, block):
             keys, values = (part[row, tokens, head] for part in stream[:2])
             expected = softmax_attention(query, keys, values, logit_cap=20.0)
             np.testing.assert_allclose(outputs[row, step, 2 * head], expected, atol=1e-5)
-    kvjax.raise_faults(cache)
+    kvjax.raise_faults((cache, counters))

@@ -184,10 +184,10 @@ def test_entries_equal_those_of_a_plain_implementation(references, dtype):
         jnp.asarray(sizes),
     )
     aligned = np.stack([np.roll(x, len(x) - length, axis=0) for x, length in zip(queries, lengths, strict=True)])
-    cache = kvjax.init(policy, make_spec(dtype=dtype), row_keys())
+    cache, counters = kvjax.init(policy, make_spec(dtype=dtype), row_keys())
     inputs = {} if references == "prompt" else {"repeated": repeated}
     inputs |= {} if references == "repetition" else {"queries": aligned}
-    cache, _ = kvjax.prefill(cache, keys, values, jnp.asarray(lengths), **inputs)
+    cache, counters, _ = kvjax.prefill(cache, counters, keys, values, jnp.asarray(lengths), **inputs)
     state = jax.tree.map(lambda x: np.asarray(x, np.float32), cache.state)
     tolerance = {"atol": 2e-3, "rtol": 2e-3} if dtype == jnp.float32 else {"atol": 0.05, "rtol": 0.02}
     for (row, length), head in itertools.product(enumerate(lengths), range(2)):
@@ -231,16 +231,17 @@ def test_queries_that_were_not_fitted_are_nearer_to_exact_attention_than_with_se
     policy = kvjax.AttentionMatching(48, n_future_positions=None, sinks=2, recent=2, selection=selection)
 
     def prefill(policy, queries=None):
-        cache = kvjax.init(policy, make_spec(batch=1, prompt=keys.shape[1]), row_keys(1))
-        return kvjax.prefill(cache, keys, values, jnp.array([keys.shape[1]]), queries)[0]
+        cache, counters = kvjax.init(policy, make_spec(batch=1, prompt=keys.shape[1]), row_keys(1))
+        return kvjax.prefill(cache, counters, keys, values, jnp.array([keys.shape[1]]), queries)[:2]
 
-    matched = prefill(policy, queries)
+    matched, counters = prefill(policy, queries)
     tokens = [
         [np.abs(keys[0, :, head] - key).sum(-1).argmin() for key in matched.state.keys[0, head]] for head in (0, 1)
     ]
     plain = jnp.stack([values[0, tokens[head], head] for head in (0, 1)])[None]
     selected = dataclasses.replace(matched, state=dataclasses.replace(matched.state, log_weights=None, values=plain))
-    exact, *partials = (kvjax.attend(cache, other) for cache in (prefill(kvjax.Exact()), matched, selected))
+    states = prefill(kvjax.Exact()), (matched, counters), (selected, counters)
+    exact, *partials = (kvjax.attend(*state, other) for state in states)
     for measure in (kvjax.normalize, lambda one: one.max + jnp.log(one.denominator)):
         errors = [np.abs(measure(one) - measure(exact)).mean() for one in partials]
         assert errors[0] < 0.7 * errors[1]
@@ -296,21 +297,20 @@ def test_the_loss_counts_outputs_and_denominators():
 def test_padding_does_not_matter(settings):
     policy, stream = dataclasses.replace(POLICY, **settings), make_stream()
     spec = make_spec(prompt=56)
-    caches = []
+    states = []
     for padded, garbage in ((40, 0), (56, 1)):
         keys, values, queries = prompt_of(stream, LENGTHS, padded, garbage)
         aligned = np.stack([np.roll(x, len(x) - length, axis=0) for x, length in zip(queries, LENGTHS, strict=True)])
-        cache = kvjax.init(policy, spec, row_keys())
-        cache, _ = jax.jit(kvjax.prefill)(cache, keys, values, jnp.asarray(LENGTHS), aligned)
-        caches.append(cache)
+        empty = kvjax.init(policy, spec, row_keys())
+        states.append(jax.jit(kvjax.prefill)(*empty, keys, values, jnp.asarray(LENGTHS), aligned)[:2])
     query = jnp.asarray(make_stream(5).queries[:, :4])
-    np.testing.assert_allclose(*(kvjax.normalize(kvjax.attend(cache, query)) for cache in caches), atol=1e-3)
+    np.testing.assert_allclose(*(kvjax.normalize(kvjax.attend(*state, query)) for state in states), atol=1e-3)
 
 
 @pytest.mark.parametrize("settings", [{"selection": "omp"}, {"refine_steps": 5}], ids=str)
 def test_a_budget_of_all_tokens_changes_nothing(settings):
     stream = make_stream()
-    cache = prefilled(dataclasses.replace(POLICY, budget=40, **settings), stream)
+    cache, _ = prefilled(dataclasses.replace(POLICY, budget=40, **settings), stream)
     assert (np.asarray(cache.state.log_weights) == 0).all()
     values = np.asarray(cache.state.values)
     for row, length in enumerate(LENGTHS):
@@ -319,24 +319,25 @@ def test_a_budget_of_all_tokens_changes_nothing(settings):
 
 def test_later_tokens_have_no_log_weight():
     policy, stream = dataclasses.replace(POLICY, budget=16), make_stream()
-    cache = prefilled(policy, stream)
+    cache, counters = prefilled(policy, stream)
     before = np.asarray(cache.state.log_weights)
     assert (before[0, :, 4:16] != 0).all()
-    cache, *_ = go(cache, after(stream, LENGTHS, 8))
+    *_, cache, counters = go(cache, counters, after(stream, LENGTHS, 8))
     later = np.asarray(cache.state.log_weights)
     assert (later[0, :, 8:] == 0).all()  # the slots of lowest rank
     np.testing.assert_array_equal(later[0, :, :8], before[0, :, :8])
     reserving = prefilled(dataclasses.replace(policy, reserve_decode_slots=True), stream)
-    after_steps, *_ = go(reserving, after(stream, LENGTHS, 8))
-    np.testing.assert_array_equal(after_steps.state.log_weights[0], reserving.state.log_weights[0])
+    *_, after_steps, _ = go(*reserving, after(stream, LENGTHS, 8))
+    np.testing.assert_array_equal(after_steps.state.log_weights[0], reserving[0].state.log_weights[0])
 
 
 def test_attention_sinks_and_logit_caps_are_part_of_the_softmax():
     sinks, cap, rng = np.array([2.0, 0.0, 1.0, 3.0], np.float32), 2.0, np.random.default_rng(0)
     keys, values, queries = prompt_of(make_stream(6), (40, 40, 40))
     values = rng.normal(size=values.shape).astype(np.float32)
-    cache = kvjax.init(POLICY, make_spec(logit_cap=cap), row_keys())
-    cache, _ = kvjax.prefill(cache, keys, values, jnp.full(3, 40), queries, sink_logits=jnp.asarray(sinks))
+    cache, counters = kvjax.init(POLICY, make_spec(logit_cap=cap), row_keys())
+    prompt = keys, values, jnp.full(3, 40), queries
+    cache, *_ = kvjax.prefill(cache, counters, *prompt, sink_logits=jnp.asarray(sinks))
     for row, head in itertools.product(range(3), range(2)):
         own = heads_of(queries, keys, values, 40, row, head)
         sink_logits = np.tile(sinks[2 * head : 2 * head + 2], 40)
@@ -366,8 +367,8 @@ def test_rope_moves_references_to_positions_after_the_prompt(references):
         if references == "repetition":
             sizes = jnp.full((3, 1), queries.shape[1])
             inputs = {"repeated": RepeatedPrompt(queries, jnp.zeros((3, queries.shape[1], 2, HEAD_DIM)), sizes)}
-        cache = kvjax.init(policy, make_spec(), row_keys())
-        return kvjax.prefill(cache, keys, values, lengths, **inputs)[0].state
+        cache, counters = kvjax.init(policy, make_spec(), row_keys())
+        return kvjax.prefill(cache, counters, keys, values, lengths, **inputs)[0].state
 
     positions = jnp.arange(tokens) + (40 if references == "repetition" else 0)
     state = fill(policy, kvjax.rope.rotate(plain, *kvjax.rope.rotation(positions[None], frequencies)))
@@ -432,9 +433,9 @@ def test_rows_with_equal_keys_do_not_depend_on_their_batch(selection):
 
     def store(rows):
         spec = kvjax.CacheSpec(len(rows), 2, 2, 16, max_prompt_tokens=60, max_new_tokens=8)
-        cache = kvjax.init(policy, spec, jax.random.split(jax.random.key(0), len(rows)))
+        cache, counters = kvjax.init(policy, spec, jax.random.split(jax.random.key(0), len(rows)))
         new = keys[rows], values[rows], jnp.full(len(rows), 60), queries[rows]
-        return kvjax.prefill(cache, *new)[0].state
+        return kvjax.prefill(cache, counters, *new)[0].state
 
     together = store(np.arange(3))
     for row in (0, 1):

@@ -43,9 +43,9 @@ def reference(**options):
 
 
 def test_reference_weights_equal_those_of_the_halvings():
-    stream, cache = make_stream(), prefilled(POLICIES["balancekv"])
+    stream, (cache, counters) = make_stream(), prefilled(POLICIES["balancekv"])
     assert cache.state.halvings == 2
-    weights = np.asarray(read_weights(cache))
+    weights = np.asarray(read_weights(cache, counters))
     rngs = jax.vmap(lambda key: jax.random.split(key, 2))(row_keys())
     for row, head in np.ndindex(2, 2):
         end = LENGTHS[row]
@@ -69,8 +69,8 @@ def test_reference_weights_equal_those_of_the_halvings():
 def test_reference_keeps_all_later_tokens():
     policy = POLICIES["balancekv"]
     start = prefilled(policy)
-    before = np.asarray(read_weights(start))
-    _, _, weights = go(start, after(make_stream(), LENGTHS))
+    before = np.asarray(read_weights(*start))
+    _, weights, *_ = go(*start, after(make_stream(), LENGTHS))
     for row, length in enumerate(LENGTHS):
         later = (np.arange(HEAD_DIM) >= length) & (np.arange(HEAD_DIM) < length + 24)
         np.testing.assert_allclose(weights[row, -1], np.where(later, 1.0, before[row]), atol=1e-5)
@@ -78,12 +78,12 @@ def test_reference_keeps_all_later_tokens():
 
 
 def test_scaled_decoding_weighs_the_denominator_evenly():
-    cache, plain = prefilled(reference(decode="scaled")), prefilled(POLICIES["balancekv"])
-    read = kvjax.attend(cache, jnp.zeros((3, 1, 4, HEAD_DIM)))
-    kept = np.isfinite(plain.state.log_num[:, :, 10:]).sum(-1)
+    state, plain = prefilled(reference(decode="scaled")), prefilled(POLICIES["balancekv"])
+    read = kvjax.attend(*state, jnp.zeros((3, 1, 4, HEAD_DIM)))
+    kept = np.isfinite(plain[0].state.log_num[:, :, 10:]).sum(-1)
     window = np.minimum(LENGTHS, 10)[:, None]
     np.testing.assert_allclose((read.denominator * jnp.exp(read.max))[:, 0, ::2], window + 4 * kept, rtol=1e-5)
-    np.testing.assert_allclose(read_weights(cache), read_weights(plain), rtol=1e-5)
+    np.testing.assert_allclose(read_weights(*state), read_weights(*plain), rtol=1e-5)
 
 
 def expected_marks(keys, block, distance):
@@ -114,20 +114,20 @@ def test_needles_have_weight_one_from_layer_1_on():
     marks[0, 0, [3, 9, 20]] = marks[0, 1, :12] = True
 
     def prefill(layer, layer_carry):
-        cache = kvjax.init(policy, make_spec(layer=layer, layers=3), row_keys())
-        return jax.jit(kvjax.prefill)(cache, keys, values, lengths, None, layer_carry)
+        cache, counters = kvjax.init(policy, make_spec(layer=layer, layers=3), row_keys())
+        return jax.jit(kvjax.prefill)(cache, counters, keys, values, lengths, None, layer_carry)
 
-    cache, carry = prefill(2, jnp.array(marks))
+    cache, counters, carry = prefill(2, jnp.array(marks))
     np.testing.assert_array_equal(carry, marks)
-    weights = np.asarray(read_weights(cache))
+    weights = np.asarray(read_weights(cache, counters))
     np.testing.assert_array_equal(weights[0, 0, [5, 11, 22]], [1, 1, 1])
     np.testing.assert_allclose(weights[0, 1, 2:8], np.ones(6), rtol=1e-6)
     np.testing.assert_array_equal(cache.state.unkept, [[0, 6], [0, 0], [0, 0]])
     # Six needles and 7 halved tokens.
     assert cache.state.window.selected == 6 + 7 + 24
-    first, carry = prefill(0, None)
+    first, _, carry = prefill(0, None)
     assert carry is None and np.all(first.state.unkept == 0)
-    _, carry = prefill(1, None)
+    *_, carry = prefill(1, None)
     middle = jnp.arange(PROMPT - 2) < jnp.maximum(lengths - 10, 0)[:, None]
     expected = needle_marks(jnp.array(keys[0, 2:, 1]), middle[0], 8)
     np.testing.assert_array_equal(carry[0, 1], expected)
@@ -175,12 +175,12 @@ def test_values_of_any_norm_are_balanced(scale):
     stream = make_stream()
     policy = BalanceKVTheory(60, **SMALL, light_values=0)
     keys, values, _ = prompt_of(stream._replace(values=scale * stream.values), LENGTHS)
-    cache = begin(policy, make_spec(), row_keys(), keys, values, stream.queries, LENGTHS)
-    kvjax.raise_faults(cache)
+    cache, counters = begin(policy, make_spec(), row_keys(), keys, values, stream.queries, LENGTHS)
+    kvjax.raise_faults((cache, counters))
     assert cache.state.numerator.trees.level.max() > 0 and not cache.state.numerator.trees.clipped.any()
     bucket = np.isfinite(cache.state.numerator.trees.log_weight).any(axis=(0, 1, 3))
     np.testing.assert_array_equal(bucket, [scale < 1, False, False, scale > 1])
-    chex.assert_tree_all_finite(read_weights(cache))
+    chex.assert_tree_all_finite(read_weights(cache, counters))
 
 
 @pytest.mark.heavy
@@ -191,11 +191,11 @@ def test_paper_reads_numerator_and_denominator_from_separate_trees():
     values = stream.values.copy()
     values[:, 5:9] = 0
     keys, padded, _ = prompt_of(stream._replace(values=values), LENGTHS)
-    cache = begin(policy, make_spec(), row_keys(), keys, padded, stream.queries, LENGTHS)
-    read = kvjax.attend(cache, jnp.zeros((3, 1, 4, HEAD_DIM)))
+    cache, counters = begin(policy, make_spec(), row_keys(), keys, padded, stream.queries, LENGTHS)
+    read = kvjax.attend(cache, counters, jnp.zeros((3, 1, 4, HEAD_DIM)))
     np.testing.assert_allclose((read.denominator * jnp.exp(read.max))[:, 0, 0], LENGTHS, rtol=1e-5)
     expected = (np.arange(HEAD_DIM) < np.array(LENGTHS)[:, None]) & ~np.isin(np.arange(HEAD_DIM), range(5, 9))
-    np.testing.assert_allclose(read_weights(cache)[:, 1], expected, atol=1e-6)
+    np.testing.assert_allclose(read_weights(cache, counters)[:, 1], expected, atol=1e-6)
 
 
 # --- laws and settings ---
@@ -246,8 +246,8 @@ def test_rows_of_the_papers_form_do_not_depend_on_their_batch():
 
     def fill(rows):
         spec = kvjax.CacheSpec(len(rows), 2, 2, 24, max_prompt_tokens=75, max_new_tokens=8)
-        cache = kvjax.init(policy, spec, jax.random.split(jax.random.key(0), 4)[rows])
-        return kvjax.prefill(cache, keys[rows], values[rows], jnp.full(len(rows), 75))[0].state
+        cache, counters = kvjax.init(policy, spec, jax.random.split(jax.random.key(0), 4)[rows])
+        return kvjax.prefill(cache, counters, keys[rows], values[rows], jnp.full(len(rows), 75))[0].state
 
     together = fill(np.arange(4))
     for row in (0, 2):

@@ -54,7 +54,7 @@ def run(policy, lengths=LENGTHS, stream=None, spec=None):
         Which tokens [B, N, H_kv, D] each KV head reads at every step, after a check that attention reads no others.
     """
     stream = make_stream() if stream is None else stream
-    _, outputs, weights = decoded(policy, stream, spec, lengths)
+    outputs, weights, *_ = decoded(policy, stream, spec, lengths)
     read = weights > 1e-6
     for row, step, head in itertools.product(range(len(lengths)), (0, NEW - 1), range(KV_HEADS)):
         tokens = np.flatnonzero(read[row, step, head])
@@ -167,9 +167,9 @@ def test_h2o_reads_the_tokens_of_the_published_algorithm(setting):
 
 def test_h2o_accumulates_the_attention_of_appended_tokens_only():
     stream = make_stream()
-    cache = prefilled(POLICIES["h2o"], stream)
+    cache, counters = prefilled(POLICIES["h2o"], stream)
     new, before = after(stream, LENGTHS, 4), cache.state.scores
-    _, cache = kvjax.step(cache, new.queries, new.keys, new.values, jnp.array([4, 0, 2]))
+    _, cache, counters = kvjax.step(cache, counters, new.queries, new.keys, new.values, jnp.array([4, 0, 2]))
     scores = cache.state.scores
     added = jnp.sum(scores.window - before.window, axis=2) + jnp.sum(scores.staged - before.staged, axis=2)
     # The probabilities of each query of each head of the group sum to one.
@@ -298,7 +298,7 @@ def simulate_cam(stream, row, head, key, sinks=2, recent=7, merged=4):
 
 def test_cam_merges_as_published():
     stream, policy = make_stream(6), kvjax.CaM(9, sinks=2, merged=4, compact_every=1)
-    _, outputs, _ = decoded(policy, stream)
+    outputs, *_ = decoded(policy, stream)
     merged = left = 0
     for row, head in itertools.product(range(3), range(KV_HEADS)):
         expected, merged_tokens = simulate_cam(stream, row, head, row_keys()[row])
@@ -320,7 +320,7 @@ def test_tokens_that_leave_together_are_merged_into_tokens_that_stay():
     policy, stream = kvjax.CaM(6, sinks=1, merged=3, compact_every=8), make_stream()
     # With queries of zeros all tokens get equal attention, so every token that leaves is merged.
     stream = stream._replace(queries=0 * stream.queries)
-    cache, _, _ = go(prefilled(policy, stream), after(stream, LENGTHS, 8))
+    *_, cache, _ = go(*prefilled(policy, stream), after(stream, LENGTHS, 8))
     for row, end in enumerate(np.array(LENGTHS) + 8):
         left = np.arange(max(end - 13, 1), end - 5)  # recent or new before, no longer in the window
         values = np.asarray(cache.state.window.values)[row, 0, :5]
@@ -337,9 +337,9 @@ def test_tokens_that_leave_together_are_merged_into_tokens_that_stay():
 )
 def test_prefill_with_missing_or_wrong_queries_is_refused(name, kind, count):
     keys, values, queries = prompt_of(make_stream(), LENGTHS)
-    cache = kvjax.init(POLICIES[name], make_spec(), row_keys())
+    cache, counters = kvjax.init(POLICIES[name], make_spec(), row_keys())
     with pytest.raises(ValueError, match=f"queries=None, but {kind} needs .* last {count} tokens"):
-        kvjax.prefill(cache, keys, values, jnp.array(LENGTHS))
+        kvjax.prefill(cache, counters, keys, values, jnp.array(LENGTHS))
     for wrong in (queries[:, : count - 1], queries[:2, :count], queries[:, :count, :3], queries[:, :count, :, :8]):
         with pytest.raises(ValueError, match=f"queries have shape .*{kind} needs"):
-            kvjax.prefill(cache, keys, values, jnp.array(LENGTHS), wrong)
+            kvjax.prefill(cache, counters, keys, values, jnp.array(LENGTHS), wrong)

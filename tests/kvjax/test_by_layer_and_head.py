@@ -19,7 +19,8 @@ EXACT, SLIDING = POLICIES["exact"], POLICIES["streaming_llm"]
 @pytest.mark.parametrize("first_layers, layers, exact_layers", [(2, 4, 2), (1, 2, 1), (0, 2, 0), (3, 2, 2)])
 def test_first_layers_have_the_first_policy(first_layers, layers, exact_layers):
     policy = kvjax.FirstLayers(first_layers, SLIDING, EXACT)
-    policies = [kvjax.init(policy, make_spec(layer=layer, layers=layers), row_keys()).policy for layer in range(layers)]
+    specs = [make_spec(layer=layer, layers=layers) for layer in range(layers)]
+    policies = [kvjax.init(policy, spec, row_keys())[0].policy for spec in specs]
     assert policies == [EXACT] * exact_layers + [SLIDING] * (layers - exact_layers)
 
 
@@ -31,9 +32,9 @@ def test_first_layers_requires_what_either_policy_requires():
 
 def test_heads_of_one_policy_need_not_be_adjacent():
     stream, spec = make_stream(kv_heads=4, query_heads=8), make_spec(kv_heads=4, query_heads=8)
-    _, outputs, weights = decoded(kvjax.ByHead((SLIDING, EXACT, EXACT, SLIDING)), stream, spec)
+    outputs, weights, *_ = decoded(kvjax.ByHead((SLIDING, EXACT, EXACT, SLIDING)), stream, spec)
     for name, heads in {"exact": (1, 2), "streaming_llm": (0, 3)}.items():
-        _, all_outputs, all_weights = decoded(POLICIES[name], stream, spec)
+        all_outputs, all_weights, *_ = decoded(POLICIES[name], stream, spec)
         for head in heads:
             queries = slice(2 * head, 2 * head + 2)
             np.testing.assert_allclose(outputs[:, :, queries], all_outputs[:, :, queries], atol=1e-6)
@@ -46,7 +47,7 @@ def test_groups_of_heads_draw_different_random_numbers():
     assert len(policy.groups()) == 2
     stream = make_stream()
     stream = Stream(np.repeat(stream.keys[:, :, :1], 2, axis=2), stream.values, stream.queries)
-    _, _, weights = decoded(policy, stream)
+    _, weights, *_ = decoded(policy, stream)
     assert np.any((weights[0, -1, 0] > 0) != (weights[0, -1, 1] > 0))
 
 
@@ -72,7 +73,7 @@ ANY_POLICY = [
 
 
 def init(policy, spec):
-    return kvjax.init(policy, spec, row_keys())
+    return kvjax.init(policy, spec, row_keys())[0]
 
 
 @pytest.mark.parametrize("policy", ANY_POLICY, ids=lambda policy: type(policy).__name__)
@@ -98,10 +99,10 @@ def test_heads_have_the_outputs_of_their_policies(kv_dtype):
     spec, stream = make_spec(layers=2, kv_dtype=kv_dtype), make_stream()
     budgets = kvjax.HeadBudgets(policy, retrieving_heads(2, 2, [(0, 1), (1, 0)]))
     remaining = dataclasses.replace(policy, budget=8 * ((4 * 40 - 2 * spec.capacity) // 2 // 8))
-    exact = decoded(kvjax.Exact(8), stream, spec)[1]
-    alone = decoded(remaining, stream, spec)[1]
+    exact = decoded(kvjax.Exact(8), stream, spec)[0]
+    alone = decoded(remaining, stream, spec)[0]
     for layer in range(2):
-        _, outputs, _ = decoded(budgets, stream, dataclasses.replace(spec, layer=layer))
+        outputs, *_ = decoded(budgets, stream, dataclasses.replace(spec, layer=layer))
         full = slice(2, 4) if layer == 0 else slice(0, 2)
         other = slice(0, 2) if layer == 0 else slice(2, 4)
         np.testing.assert_allclose(outputs[:, :, full], exact[:, :, full], atol=1e-5)

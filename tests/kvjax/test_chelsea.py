@@ -28,7 +28,7 @@ OPTIONS = {"sinks": SINKS, "recent": RECENT, "compact_every": EVERY, "chunk": 8}
 @pytest.mark.parametrize("schedule", each(SCHEDULES, quick=("llama-3",)))
 def test_the_budget_is_full_after_every_compaction_for_every_schedule(schedule):
     stream = make_stream()
-    cache = prefilled(kvjax.Chelsea(20, schedule=schedule, **OPTIONS), stream)
+    cache, counters = prefilled(kvjax.Chelsea(20, schedule=schedule, **OPTIONS), stream)
     for tokens in range(0, NEW + 1, EVERY):
         middle = np.maximum(np.array(LENGTHS) + tokens - SINKS - RECENT, 0)
         np.testing.assert_array_equal(cache.state.count, np.minimum(middle, 10))
@@ -36,20 +36,20 @@ def test_the_budget_is_full_after_every_compaction_for_every_schedule(schedule):
         np.testing.assert_array_equal(degree.sum(-1), np.repeat(middle[:, None], 2, axis=1))
         np.testing.assert_array_equal((degree > 0).sum(-1), np.minimum(middle, 10)[:, None].repeat(2, axis=1))
         if tokens < NEW:
-            cache, _, _ = go(cache, after(stream, LENGTHS, EVERY, tokens))
+            *_, cache, counters = go(cache, counters, after(stream, LENGTHS, EVERY, tokens))
 
 
 def test_equal_keys_in_every_cluster_make_attention_exact():
     stream = make_stream(7)
     stream = stream._replace(keys=3 * stream.keys[:, np.arange(64) // 16])  # four different keys in long runs
-    outputs, expected = (decoded(policy, stream)[1] for policy in (POLICIES["chelsea"], POLICIES["exact"]))
+    outputs, expected = (decoded(policy, stream)[0] for policy in (POLICIES["chelsea"], POLICIES["exact"]))
     assert np.abs(outputs - expected).max() < 2e-5
 
 
 def test_bfloat16_centroids_are_merged_in_float32():
-    cache = prefilled(POLICIES["chelsea"], make_stream(), make_spec(dtype=jnp.bfloat16))
+    cache, counters = prefilled(POLICIES["chelsea"], make_stream(), make_spec(dtype=jnp.bfloat16))
     assert kvjax.cache_bytes(cache.state.keys.stored).device == cache.state.keys.stored.size * 2
-    weights = read_weights(cache)
+    weights = read_weights(cache, counters)
     for row in range(len(LENGTHS)):
         present = np.arange(HEAD_DIM) < LENGTHS[row]
         np.testing.assert_allclose(weights[row], np.broadcast_to(present, (2, HEAD_DIM)), atol=2e-2)

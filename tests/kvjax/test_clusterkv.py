@@ -65,21 +65,21 @@ def make_queries(count=1, seed=3, scale=1.0):
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def prefill(policy, spec, keys, values):
-    cache, lengths = kvjax.init(policy, spec, row_keys(spec.batch)), jnp.array(LENGTHS[: spec.batch])
-    return kvjax.prefill(cache, keys[:, :PROMPT], values[:, :PROMPT], lengths)[0]
+    empty, lengths = kvjax.init(policy, spec, row_keys(spec.batch)), jnp.array(LENGTHS[: spec.batch])
+    return kvjax.prefill(*empty, keys[:, :PROMPT], values[:, :PROMPT], lengths)[:2]
 
 
 @jax.jit
-def append(cache, keys, values):
+def append(cache, counters, keys, values):
     """Appends one token per row, and compacts a full staging buffer."""
-    cache = kvjax.append(cache, keys, values)
-    full = cache.counters.offset == cache.counters.slots
-    return jax.lax.cond(full, kvjax.compact, lambda same: same, cache)
+    cache, counters = kvjax.append(cache, counters, keys, values)
+    full = counters.offset == counters.slots
+    return jax.lax.cond(full, kvjax.compact, lambda *same: same, cache, counters)
 
 
 @jax.jit
-def attend(cache, query):
-    return kvjax.normalize(kvjax.attend(cache, query))
+def attend(cache, counters, query):
+    return kvjax.normalize(kvjax.attend(cache, counters, query))
 
 
 def next_tokens(number, *parts):
@@ -88,18 +88,18 @@ def next_tokens(number, *parts):
 
 
 def steps(policy, keys, values, new=NEW):
-    """Yields the cache after the prompt and after every appended token, with each row's number of tokens."""
-    cache = prefill(policy, SPEC, keys, values)
-    yield cache, np.array(LENGTHS)
+    """Yields the cache after the prompt and after every appended token, its counters, and each row's tokens."""
+    cache, counters = prefill(policy, SPEC, keys, values)
+    yield cache, counters, np.array(LENGTHS)
     for number in range(new):
-        cache = append(cache, *next_tokens(number, keys, values))
-        yield cache, np.array(LENGTHS) + number + 1
+        cache, counters = append(cache, counters, *next_tokens(number, keys, values))
+        yield cache, counters, np.array(LENGTHS) + number + 1
 
 
-def window_tokens(cache, total):
+def window_tokens(cache, counters, total):
     """Returns the positions of each row's sinks, recent, pending and staged tokens."""
     state, positions = cache.state, []
-    staged, pending = np.asarray(cache.counters.count), np.asarray(state.pending)
+    staged, pending = np.asarray(counters.count), np.asarray(state.pending)
     for row in range(ROWS):
         sinks = min(state.window.sinks, total[row] - staged[row])
         recent = min(state.window.recent, total[row] - staged[row] - sinks)
@@ -121,14 +121,14 @@ def clusters_of(cache, row, head):
 @pytest.mark.parametrize("make", [clusterkv, residual])
 def test_clusters_are_a_partition_at_every_step(make, kind):
     keys, values = make_tokens(kind)
-    for number, (cache, total) in enumerate(steps(make(), keys, values)):
+    for number, (cache, counters, total) in enumerate(steps(make(), keys, values)):
         if number % 7 and number < NEW - 2:
             continue
-        kvjax.raise_faults(cache)
+        kvjax.raise_faults((cache, counters))
         for row, head in itertools.product(range(ROWS), range(KV_HEADS)):
             clusters = clusters_of(cache, row, head)
             stored = np.asarray(cache.state.store.position)[row, head]
-            positions = np.concatenate([*clusters, window_tokens(cache, total)[row]])
+            positions = np.concatenate([*clusters, window_tokens(cache, counters, total)[row]])
             np.testing.assert_array_equal(np.sort(positions), np.arange(total[row]))
             assert (stored >= 0).sum() == sum(map(len, clusters))
             for cluster, tokens in enumerate(clusters):
@@ -151,7 +151,7 @@ def test_clusters_do_not_depend_on_the_padding_of_prompts(padded):
     keys, values = make_tokens("normal")
     lengths = jnp.array([min(padded, 20), 1])
     short, long = (
-        kvjax.prefill(kvjax.init(clusterkv(), SPEC, row_keys(ROWS)), keys[:, :size], values[:, :size], lengths)[0]
+        kvjax.prefill(*kvjax.init(clusterkv(), SPEC, row_keys(ROWS)), keys[:, :size], values[:, :size], lengths)[0]
         for size in (padded, PROMPT)
     )
     np.testing.assert_array_equal(short.state.store.position, long.state.store.position)
@@ -174,7 +174,7 @@ def cut_clusters(clusters, order, policy):
     return parts
 
 
-def expected_attention(cache, total, keys, values, queries, row):
+def expected_attention(cache, counters, total, keys, values, queries, row):
     """Returns the attention of one token's queries [H_q, D] in float64, from the clusters of the cache."""
     outputs, policy = [], cache.policy
     is_residual = isinstance(policy, kvjax.ClusterKVResidual)
@@ -197,7 +197,7 @@ def expected_attention(cache, total, keys, values, queries, row):
             logits = np.repeat(mass.sum(axis=0)[None], GROUP, axis=0)
         for query, score in zip(group, logits, strict=True):
             order = np.argsort(-score, kind="stable")
-            entries = [(k[t], v[t], 1.0) for t in window_tokens(cache, total)[row]]
+            entries = [(k[t], v[t], 1.0) for t in window_tokens(cache, counters, total)[row]]
             for cluster, part in zip(order, cut_clusters(clusters, order, policy), strict=True):
                 entries += [(k[t], v[t], 1.0) for t in part]
                 if is_residual and sizes[cluster] > len(part):
@@ -225,11 +225,11 @@ def expected_attention(cache, total, keys, values, queries, row):
 def test_queries_read_clusters_in_order_up_to_the_budget(kind, policy):
     keys, values = make_tokens(kind)
     queries = make_queries(NEW, seed=5, scale=3)
-    for number, (cache, total) in enumerate(steps(policy, keys, values, new=31)):
+    for number, (cache, counters, total) in enumerate(steps(policy, keys, values, new=31)):
         if number in (0, 20, 31):
-            outputs = attend(cache, queries[:, number : number + 1])
+            outputs = attend(cache, counters, queries[:, number : number + 1])
             for row in range(ROWS):
-                expected = expected_attention(cache, total, keys, values, queries[row, number], row)
+                expected = expected_attention(cache, counters, total, keys, values, queries[row, number], row)
                 np.testing.assert_allclose(outputs[row, 0], expected, atol=2e-5)
 
 
@@ -271,7 +271,7 @@ def test_the_number_of_clusters_follows_the_paper_and_its_code(tokens, clusters)
 )
 def test_small_clusters_are_read_up_to_the_budget(policy, min_fraction):
     """Clusters of three tokens fill their blocks of 16 poorly; the number of blocks allows for that."""
-    cache = prefill(policy, SPEC, *make_tokens("normal"))
+    cache, _ = prefill(policy, SPEC, *make_tokens("normal"))
     (read,) = (one for one in policy.segments(cache.state, None) if isinstance(one, BlockStoreRead))
     tokens = np.asarray(read.select(jnp.asarray(make_queries())).block_lengths.sum(axis=-1))
     # The clusters of the shorter prompt are smaller than average, which matters in blocks of several tokens.
@@ -283,7 +283,7 @@ def test_small_clusters_are_read_up_to_the_budget(policy, min_fraction):
 
 def test_the_released_accuracy_study_does_not_cluster_later_tokens():
     policy = kvjax.ClusterKV(60, clusters=7, chunk_tokens=None, compact_every=STAGED)
-    *_, (cache, _) = steps(policy, *make_tokens("normal"), new=40)
+    *_, (cache, *_) = steps(policy, *make_tokens("normal"), new=40)
     assert cache.state.store.position.max() < PROMPT
     assert (cache.state.prompt_clusters, cache.state.max_chunks) == (7, 0)
     np.testing.assert_array_equal(cache.state.pending, [40, 40])
@@ -296,12 +296,12 @@ def test_the_released_accuracy_study_does_not_cluster_later_tokens():
 def test_quest_reads_the_pages_of_largest_bounds(budget, select):
     keys, values = make_tokens("normal")
     queries = make_queries(NEW + 1, seed=5, scale=3)
-    for number, (cache, total) in enumerate(steps(quest(budget, select=select), keys, values)):
+    for number, (cache, counters, total) in enumerate(steps(quest(budget, select=select), keys, values)):
         if number not in (0, 9, 33, NEW):
             continue
-        kvjax.raise_faults(cache)
-        outputs = attend(cache, queries[:, number : number + 1])
-        compacted = total - np.asarray(cache.counters.count)
+        kvjax.raise_faults((cache, counters))
+        outputs = attend(cache, counters, queries[:, number : number + 1])
+        compacted = total - np.asarray(counters.count)
         for row, head in np.ndindex(ROWS, KV_HEADS * GROUP):
             k, v = (x[row, : total[row], head // GROUP].astype(np.float64) for x in (keys, values))
             q = queries[row, number, head].astype(np.float64)
@@ -320,7 +320,7 @@ def test_quest_reads_the_pages_of_largest_bounds(budget, select):
 def test_a_group_that_selects_together_reads_its_pages_once():
     keys, values = make_tokens("normal")
     separate, shared = (
-        kvjax.read_bytes(prefill(quest(select=select), SPEC, keys, values)) for select in ("query_head", "group")
+        kvjax.read_bytes(prefill(quest(select=select), SPEC, keys, values)[0]) for select in ("query_head", "group")
     )
     page_bytes = 50 // 16 * 16 * 2 * DIM * 4
     assert separate - shared >= ROWS * KV_HEADS * (GROUP - 1) * page_bytes

@@ -39,7 +39,7 @@ plain_and_quantized = pytest.mark.parametrize("kv_dtype", each([None, "int8"], q
 @functools.cache
 def run(policy, layer=0, layers=1, kv_dtype=None):
     """Returns the cache and the outputs after the prompt and the decoding of the standard stream."""
-    return check_run(*decoded(policy, spec=make_spec(layer=layer, layers=layers, kv_dtype=kv_dtype))[:2])
+    return check_run(*decoded(policy, spec=make_spec(layer=layer, layers=layers, kv_dtype=kv_dtype)))
 
 
 @functools.cache
@@ -50,14 +50,14 @@ def run_head(policy, head=HEAD, kv_dtype=None):
     stream = Stream(stream.keys[:, :, head : head + 1], stream.values[:, :, head : head + 1], queries)
     keys = jax.vmap(lambda key: jax.random.fold_in(key, head))(row_keys())
     spec = make_spec(kv_heads=1, query_heads=2, kv_dtype=kv_dtype)
-    cache = begin(policy, spec, keys, *prompt_of(stream, LENGTHS), LENGTHS)
-    return check_run(*go(cache, after(stream, LENGTHS))[:2])
+    cache, counters = begin(policy, spec, keys, *prompt_of(stream, LENGTHS), LENGTHS)
+    return check_run(*go(cache, counters, after(stream, LENGTHS)))
 
 
-def check_run(cache, outputs):
-    kvjax.raise_faults(cache)
+def check_run(outputs, _, cache, counters):
+    kvjax.raise_faults((cache, counters))
     assert np.isfinite(outputs).all()
-    assert kvjax.num_tokens(cache).tolist() == [length + NEW for length in LENGTHS]
+    assert counters.num_tokens.tolist() == [length + NEW for length in LENGTHS]
     return cache, outputs
 
 
@@ -96,19 +96,19 @@ def test_a_head_equals_a_cache_of_that_head_alone(name, kv_dtype):
     assert_equal(of_head(outputs, 0), exact_expected)
     if name != "exact":  # the end of the staged tokens is read once
         assert kvjax.read_bytes(cache) == kvjax.read_bytes(alone) + kvjax.read_bytes(exact) - 4 * BATCH
-        # Counters of rows exist once.
-        counters = kvjax.cache_bytes((cache.counters, cache.reused, cache.not_finite, cache.policy_faults)).device
+        # Fault counters of rows exist once.
+        faults = kvjax.cache_bytes((cache.reused, cache.not_finite, cache.policy_faults)).device
         sizes = [kvjax.cache_bytes(one).device for one in (alone, exact)]
         indices = 4 * 2  # of the heads of both groups
-        assert kvjax.cache_bytes(cache).device == sum(sizes) - counters + indices
+        assert kvjax.cache_bytes(cache).device == sum(sizes) - faults + indices
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_layer_combinators_leave_no_trace_in_the_cache(name):
     policies = (POLICIES[name], kvjax.ByLayer((EXACT, POLICIES[name])), kvjax.FirstLayers(1, POLICIES[name], EXACT))
     specs = [make_spec(layer=layer, layers=2) for layer in (0, 1)]
-    plain, by_layer, first_layers = ([abstract_cache(policy, spec) for spec in specs] for policy in policies)
-    assert by_layer == first_layers == [abstract_cache(EXACT, specs[0]), plain[1]]
+    plain, by_layer, first_layers = ([abstract_cache(policy, spec)[0] for spec in specs] for policy in policies)
+    assert by_layer == first_layers == [abstract_cache(EXACT, specs[0])[0], plain[1]]
 
 
 # --- combinators in combinators ---
@@ -135,7 +135,7 @@ def test_heads_in_host_memory_do_not_depend_on_the_order_of_combinators(name, kv
 def test_by_head_refuses_policies_that_pass_state_between_layers(kv_dtype):
     policy = kvjax.BalanceKV(20, **WINDOW, block_size=8, needles=6)
     spec = make_spec(layer=1, layers=2, kv_dtype=kv_dtype)
-    cache = kvjax.init(kvjax.ByHead((EXACT, policy)), spec, row_keys())
+    cache, counters = kvjax.init(kvjax.ByHead((EXACT, policy)), spec, row_keys())
     keys, values, _ = prompt_of(make_stream(), LENGTHS)
     with pytest.raises(ValueError, match="ByHead: .*BalanceKV.* passes state to the next layer, use ByLayer"):
-        kvjax.prefill(cache, keys, values, jnp.array(LENGTHS))
+        kvjax.prefill(cache, counters, keys, values, jnp.array(LENGTHS))

@@ -14,7 +14,7 @@ LENGTHS = np.array([37, 12, 1])
 
 append, step, attend, compact = (jax.jit(f) for f in (kvjax.append, kvjax.step, kvjax.attend, kvjax.compact))
 step_only = jax.jit(functools.partial(kvjax.step, compact_when_full=False))
-prefill = jax.jit(lambda *arguments: kvjax.prefill(*arguments)[0])
+prefill = jax.jit(lambda *arguments: kvjax.prefill(*arguments)[:2])
 
 
 @functools.cache
@@ -22,13 +22,14 @@ def stream():
     return make_stream()
 
 
-def empty_cache(name="uniform", **sizes):
+def empty_state(name="uniform", **sizes):
+    """Returns an empty cache and its counters."""
     return kvjax.init(POLICIES[name], make_spec(**sizes), row_keys())
 
 
 def prefilled(name="uniform", lengths=LENGTHS, **sizes):
     keys, values, _ = prompt_of(stream(), lengths)
-    return prefill(empty_cache(name, **sizes), keys, values, jnp.asarray(lengths))
+    return prefill(*empty_state(name, **sizes), keys, values, jnp.asarray(lengths))
 
 
 def next_tokens(count, skip=0, lengths=LENGTHS):
@@ -44,14 +45,14 @@ def nan_rows(attended):
     return rows.tolist()
 
 
-def check_rows(cache, faulty, message=None):
+def check_rows(state, faulty, message=None):
     """Checks which rows `attend` and `step` return as NaN, before and after compaction, and the text of the fault."""
     queries, keys, values = next_tokens(1, skip=8)
     none = jnp.zeros(3, jnp.int32)
-    for one in (cache, compact(cache)):
-        stepped, after_step = step(one, queries, keys, values, none)
-        again, _ = step(after_step, queries, keys, values, none)
-        for attended in (kvjax.normalize(attend(one, queries)), stepped, again):
+    for one in (state, compact(*state)):
+        stepped, *after_step = step(*one, queries, keys, values, none)
+        again, *_ = step(*after_step, queries, keys, values, none)
+        for attended in (kvjax.normalize(attend(*one, queries)), stepped, again):
             assert nan_rows(attended) == faulty
         if message is None:
             kvjax.raise_faults(one)
@@ -71,43 +72,45 @@ def check_refused(message, *calls):
 
 @pytest.mark.parametrize("staged, count", [(8, 1), (6, 3), (7, 8)])
 def test_a_full_staging_buffer_is_an_error(staged, count):
-    cache = append(prefilled(), *next_tokens(staged)[1:])
+    state = append(*prefilled(), *next_tokens(staged)[1:])
     queries, keys, values = next_tokens(count, skip=staged)
     check_refused(
         rf"{staged} of 8 staging slots are in use and {count} more tokens do not fit; call kvjax.compact first",
-        lambda: kvjax.append(cache, keys, values),
-        lambda: kvjax.step(cache, queries, keys, values, compact_when_full=False),
+        lambda: kvjax.append(*state, keys, values),
+        lambda: kvjax.step(*state, queries, keys, values, compact_when_full=False),
         # All rows use the same slots, also rows that append fewer tokens.
-        lambda: kvjax.append(cache, keys, values, jnp.array([0, 0, 1])),
+        lambda: kvjax.append(*state, keys, values, jnp.array([0, 0, 1])),
     )
-    for compacted in (kvjax.append(kvjax.compact(cache), keys, values), kvjax.step(cache, queries, keys, values)[1]):
-        np.testing.assert_array_equal(kvjax.num_tokens(compacted), LENGTHS + staged + count)
+    _, appended = kvjax.append(*kvjax.compact(*state), keys, values)
+    *_, stepped = kvjax.step(*state, queries, keys, values)
+    for counters in (appended, stepped):
+        np.testing.assert_array_equal(counters.num_tokens, LENGTHS + staged + count)
 
 
 @pytest.mark.parametrize("function", ["append", "step"])
 def test_a_full_staging_buffer_is_counted_under_jit(function):
-    cache = append(prefilled(), *next_tokens(7)[1:])
+    state = append(*prefilled(), *next_tokens(7)[1:])
     queries, keys, values = next_tokens(2, skip=7)
     lengths = jnp.array([2, 0, 1])
     if function == "append":
-        overflowed = append(cache, keys, values, lengths)
+        cache, counters = append(*state, keys, values, lengths)
     else:
-        attended, overflowed = step_only(cache, queries, keys, values, lengths)
+        attended, cache, counters = step_only(*state, queries, keys, values, lengths)
         assert nan_rows(attended) == [True, False, True]
-    np.testing.assert_array_equal(overflowed.counters.overflow, [2, 0, 1])
-    np.testing.assert_array_equal(overflowed.staging.keys, cache.staging.keys)
-    np.testing.assert_array_equal(kvjax.num_tokens(overflowed), LENGTHS + 7)
+    np.testing.assert_array_equal(counters.overflow, [2, 0, 1])
+    np.testing.assert_array_equal(cache.staging.keys, state[0].staging.keys)
+    np.testing.assert_array_equal(counters.num_tokens, LENGTHS + 7)
     message = r"overflow=\[2, 0, 1\]: tokens were appended to a full staging buffer.* \(3 in total\)"
-    check_rows(overflowed, [True, False, True], message)
+    check_rows((cache, counters), [True, False, True], message)
 
 
 def test_more_tokens_than_staging_slots_are_an_error_under_jit_too():
     queries, keys, values = next_tokens(9)
-    cache = prefilled()
+    state = prefilled()
     check_refused(
         "cannot append 9 tokens to 8 staging slots; .* larger compact_every",
-        *(lambda put=put: put(cache, keys, values) for put in (kvjax.append, append)),
-        *(lambda put=put: put(cache, queries, keys, values) for put in (kvjax.step, step)),
+        *(lambda put=put: put(*state, keys, values) for put in (kvjax.append, append)),
+        *(lambda put=put: put(*state, queries, keys, values) for put in (kvjax.step, step)),
     )
 
 
@@ -116,33 +119,32 @@ def test_more_tokens_than_staging_slots_are_an_error_under_jit_too():
 
 def test_tokens_beyond_the_capacity_are_an_error():
     lengths = np.array([40, 12, 1])
-    cache = prefilled(lengths=lengths, new=5)
-    _, cache = kvjax.step(cache, *next_tokens(5, lengths=lengths))
+    _, *state = kvjax.step(*prefilled(lengths=lengths, new=5), *next_tokens(5, lengths=lengths))
     new = next_tokens(1, skip=5, lengths=lengths)
     check_refused(
         r"a row would hold 46 tokens, .* max_prompt_tokens \+ max_new_tokens = 40 \+ 5; pass a larger max_new_tokens",
-        lambda: kvjax.step(cache, *new),
-        lambda: kvjax.append(kvjax.compact(cache), *new[1:]),
+        lambda: kvjax.step(*state, *new),
+        lambda: kvjax.append(*kvjax.compact(*state), *new[1:]),
     )
     # A finished sequence of full length may stay in the batch.
-    _, cache = kvjax.step(cache, *new, jnp.array([0, 1, 1]))
-    np.testing.assert_array_equal(kvjax.num_tokens(cache), lengths + np.array([5, 6, 6]))
+    *_, counters = kvjax.step(*state, *new, jnp.array([0, 1, 1]))
+    np.testing.assert_array_equal(counters.num_tokens, lengths + np.array([5, 6, 6]))
 
 
 @pytest.mark.parametrize("name", ["uniform", "exact", "quest", "clusterkv"])
 def test_tokens_beyond_the_capacity_are_counted_under_jit(name):
     lengths = np.array([40, 12, 39])
-    cache = compact(append(prefilled(name, lengths, new=5), *next_tokens(4, lengths=lengths)[1:]))
+    state = compact(*append(*prefilled(name, lengths, new=5), *next_tokens(4, lengths=lengths)[1:]))
     new = next_tokens(3, skip=4, lengths=lengths)
-    appended = append(cache, *new[1:])
-    np.testing.assert_array_equal(kvjax.num_tokens(appended), [47, 19, 46])
+    appended = append(*state, *new[1:])
+    np.testing.assert_array_equal(appended[1].num_tokens, [47, 19, 46])
     message = r"past=\[2, 0, 1\]: tokens were appended beyond max_prompt_tokens.* \(3 in total\)"
     check_rows(appended, [True, False, True], message)
     if name == "uniform":
         for function in (step, step_only):
-            attended, stepped = function(cache, *new)
+            attended, *stepped = function(*state, *new)
             assert nan_rows(attended) == [True, False, True]
-            for one in (stepped, compact(stepped)):
+            for one in (stepped, compact(*stepped)):
                 with pytest.raises(ValueError, match=message):
                     kvjax.raise_faults(one)
 
@@ -156,26 +158,26 @@ def test_lengths_out_of_range_are_an_error(lengths):
     lengths = jnp.array(lengths)
     check_refused(
         r"lengths=\[.*\] must be in \[0, 2\]",
-        lambda: kvjax.append(prefilled(), keys, values, lengths),
-        lambda: kvjax.step(prefilled(), queries, keys, values, lengths),
-        lambda: kvjax.prefill(empty_cache(), keys, values, lengths),
+        lambda: kvjax.append(*prefilled(), keys, values, lengths),
+        lambda: kvjax.step(*prefilled(), queries, keys, values, lengths),
+        lambda: kvjax.prefill(*empty_state(), keys, values, lengths),
     )
 
 
 @pytest.mark.parametrize("wrong", [jnp.array([1.0, 1.0, 1.0]), jnp.array([True, True, False]), jnp.array([1, 1])])
 def test_lengths_must_be_one_integer_per_row(wrong):
     new = next_tokens(2)
-    calls = [functools.partial(put, prefilled(), *new, wrong) for put in (kvjax.step, step)]
-    calls += [functools.partial(put, prefilled(), *new[1:], wrong) for put in (kvjax.append, append)]
-    calls += [functools.partial(put, empty_cache(), *new[1:], wrong) for put in (kvjax.prefill, prefill)]
+    calls = [functools.partial(put, *prefilled(), *new, wrong) for put in (kvjax.step, step)]
+    calls += [functools.partial(put, *prefilled(), *new[1:], wrong) for put in (kvjax.append, append)]
+    calls += [functools.partial(put, *empty_state(), *new[1:], wrong) for put in (kvjax.prefill, prefill)]
     check_refused("lengths", *calls)
 
 
 def test_lengths_beyond_the_tokens_are_counted_under_jit():
-    cache = append(prefilled(), *next_tokens(2)[1:], jnp.array([5, 2, -1]))
-    assert int(kvjax.num_tokens(cache)[1]) == LENGTHS[1] + 2
-    np.testing.assert_array_equal(cache.counters.overflow, [3, 0, 1])
-    check_rows(cache, [True, False, True], r"overflow=\[3, 0, 1\]: .*invalid lengths.* \(4 in total\)")
+    cache, counters = append(*prefilled(), *next_tokens(2)[1:], jnp.array([5, 2, -1]))
+    assert int(counters.num_tokens[1]) == LENGTHS[1] + 2
+    np.testing.assert_array_equal(counters.overflow, [3, 0, 1])
+    check_rows((cache, counters), [True, False, True], r"overflow=\[3, 0, 1\]: .*invalid lengths.* \(4 in total\)")
 
 
 @pytest.mark.parametrize("padded, lengths", [(40, (41, 12, -1)), (12, (13, 12, -1)), (45, (41, 12, -2))])
@@ -183,48 +185,48 @@ def test_prompts_longer_than_the_tokens_or_the_capacity_are_refused(padded, leng
     """They are counted under jit."""
     keys, values, _ = prompt_of(stream(), (40, 12, 1), padded)
     with pytest.raises(ValueError, match=rf"lengths=\[.*\] must be in \[0, {min(padded, 40)}\]"):
-        kvjax.prefill(empty_cache(), keys, values, jnp.array(lengths))
-    cache = prefill(empty_cache(), keys, values, jnp.array(lengths))
-    np.testing.assert_array_equal(kvjax.num_tokens(cache), [min(padded, 40), 12, 0])
-    check_rows(cache, [True, False, True], r"reused=\[1, 0, 1\]: .* more than max_prompt_tokens")
+        kvjax.prefill(*empty_state(), keys, values, jnp.array(lengths))
+    cache, counters = prefill(*empty_state(), keys, values, jnp.array(lengths))
+    np.testing.assert_array_equal(counters.num_tokens, [min(padded, 40), 12, 0])
+    check_rows((cache, counters), [True, False, True], r"reused=\[1, 0, 1\]: .* more than max_prompt_tokens")
 
 
 # --- prefill of a cache with tokens ---
 
 
 def test_a_second_prompt_is_an_error_that_explains_the_token_of_flax_init():
-    _, stepped = step(empty_cache(), *next_tokens(1))
+    _, *stepped = step(*empty_state(), *next_tokens(1))
     keys, values, _ = prompt_of(stream(), LENGTHS)
-    for cache, counts in ((prefilled(), "37, 12, 1"), (stepped, "1, 1, 1"), (compact(stepped), "1, 1, 1")):
+    for state, counts in ((prefilled(), "37, 12, 1"), (stepped, "1, 1, 1"), (compact(*stepped), "1, 1, 1")):
         message = rf"needs an empty cache, but its rows hold \[{counts}\] tokens.*Flax Linen's init runs a layer once"
         with pytest.raises(ValueError, match=message):
-            kvjax.prefill(cache, keys, values, jnp.array(LENGTHS))
+            kvjax.prefill(*state, keys, values, jnp.array(LENGTHS))
 
 
 @pytest.mark.parametrize("staged", [True, False])
 def test_a_prompt_after_other_tokens_is_counted_under_jit(staged):
-    cache = append(empty_cache(), *next_tokens(1)[1:], jnp.array([1, 0, 1]))
+    state = append(*empty_state(), *next_tokens(1)[1:], jnp.array([1, 0, 1]))
     keys, values, _ = prompt_of(stream(), LENGTHS)
-    cache = prefill(cache if staged else compact(cache), keys, values, jnp.array(LENGTHS))
+    state = prefill(*(state if staged else compact(*state)), keys, values, jnp.array(LENGTHS))
     message = r"reused=\[1, 0, 1\]: prefill was called on a cache with tokens.* \(2 in total\)"
-    check_rows(cache, [True, False, True], message)
+    check_rows(state, [True, False, True], message)
 
 
 def test_a_compiled_function_may_close_over_a_cache():
-    cache, lengths = empty_cache(), jnp.asarray(LENGTHS)
+    state, lengths = empty_state(), jnp.asarray(LENGTHS)
     keys, values, _ = prompt_of(stream(), LENGTHS)
-    filled = jax.jit(lambda keys: kvjax.prefill(cache, keys, values, lengths)[0])(keys)
-    expected = prefill(cache, keys, values, lengths)
+    filled = jax.jit(lambda keys: kvjax.prefill(*state, keys, values, lengths)[:2])(keys)
+    expected = prefill(*state, keys, values, lengths)
     new = next_tokens(1)
-    output = jax.jit(lambda query: kvjax.step(filled, query, *new[1:])[0])(new[0])
-    np.testing.assert_array_equal(output, step(expected, *new)[0])
+    output = jax.jit(lambda query: kvjax.step(*filled, query, *new[1:])[0])(new[0])
+    np.testing.assert_array_equal(output, step(*expected, *new)[0])
 
 
 def test_a_row_stays_empty_after_a_prompt_of_no_tokens():
     keys, values, _ = prompt_of(stream(), LENGTHS)
-    cache = kvjax.prefill(empty_cache(), keys, values, jnp.zeros(3, jnp.int32))[0]
-    again = kvjax.prefill(cache, keys, values, jnp.array(LENGTHS))[0]
-    np.testing.assert_array_equal(kvjax.num_tokens(again), LENGTHS)
+    *state, _ = kvjax.prefill(*empty_state(), keys, values, jnp.zeros(3, jnp.int32))
+    *again, _ = kvjax.prefill(*state, keys, values, jnp.array(LENGTHS))
+    np.testing.assert_array_equal(again[1].num_tokens, LENGTHS)
     check_rows(again, [False] * 3)
 
 
@@ -236,16 +238,16 @@ def test_keys_that_are_not_finite_are_a_fault_of_their_row_alone(by_prefill):
     keys, values, _ = prompt_of(stream(), LENGTHS)
     if by_prefill:
         keys[1, 3] = np.inf
-    cache = prefill(empty_cache("subgen_mean"), keys, values, jnp.array(LENGTHS))
+    cache, counters = prefill(*empty_state("subgen_mean"), keys, values, jnp.array(LENGTHS))
     if not by_prefill:
         _, keys, values = next_tokens(8)
         keys[1, 0] = np.inf
-        cache = compact(append(cache, keys, values))
-        cache = compact(append(cache, *next_tokens(8, skip=8)[1:]))
+        cache, counters = compact(*append(cache, counters, keys, values))
+        cache, counters = compact(*append(cache, counters, *next_tokens(8, skip=8)[1:]))
     np.testing.assert_array_equal(cache.policy_faults > 0, [False, True, False])
     with pytest.raises(ValueError, match="keys that are not finite"):
-        kvjax.raise_faults(cache)
-    assert nan_rows(kvjax.normalize(attend(cache, next_tokens(1)[0]))) == [False, True, False]
+        kvjax.raise_faults((cache, counters))
+    assert nan_rows(kvjax.normalize(attend(cache, counters, next_tokens(1)[0]))) == [False, True, False]
 
 
 @pytest.mark.parametrize("by_prefill", [True, False])
@@ -259,26 +261,26 @@ def test_entries_that_are_not_finite_are_a_fault_also_of_dropped_tokens(name, by
     if by_prefill:
         keys[1, 5], values[0, 7] = np.nan, -np.inf
         keys[2, 1] = np.nan  # past the row's length
-    cache = empty_cache(name)
+    cache, counters = empty_state(name)
     needed = kvjax.prompt_queries(cache.policy, queries)
-    cache = prefill(cache, keys, values, jnp.asarray(LENGTHS), needed)
+    cache, counters = prefill(cache, counters, keys, values, jnp.asarray(LENGTHS), needed)
     if not by_prefill:
         _, keys, values = next_tokens(8)
         keys[1, 2], values[0, 3], keys[2, 5] = -np.inf, np.nan, np.nan
-        cache = compact(append(cache, keys, values, jnp.array([8, 8, 5])))
+        cache, counters = compact(*append(cache, counters, keys, values, jnp.array([8, 8, 5])))
     np.testing.assert_array_equal(np.asarray(cache.not_finite) > 0, [True, True, False])
     message = r"not_finite=\[2, 2, 0\]: tokens had keys or values that are NaN or infinite"
     with pytest.raises(ValueError, match=message):
-        kvjax.raise_faults(cache)
-    assert nan_rows(kvjax.normalize(attend(cache, next_tokens(1)[0]))) == [True, True, False]
+        kvjax.raise_faults((cache, counters))
+    assert nan_rows(kvjax.normalize(attend(cache, counters, next_tokens(1)[0]))) == [True, True, False]
 
 
 def test_entries_that_overflow_in_the_cache_are_a_fault():
     keys, values, _ = prompt_of(stream(), LENGTHS)
     values[1, 3] = 1e5  # beyond float16
-    cache = prefill(empty_cache(dtype=jnp.float16), keys, values, jnp.asarray(LENGTHS))
+    cache, counters = prefill(*empty_state(dtype=jnp.float16), keys, values, jnp.asarray(LENGTHS))
     with pytest.raises(ValueError, match=r"not_finite=\[0, 2, 0\]"):
-        kvjax.raise_faults(cache)
+        kvjax.raise_faults((cache, counters))
 
 
 def test_a_numerator_without_a_denominator_is_a_fault():
@@ -287,14 +289,14 @@ def test_a_numerator_without_a_denominator_is_a_fault():
     keys, values, _ = prompt_of(stream(), LENGTHS)
     queries, new_keys, new_values = next_tokens(1)
     scale = np.array([400, 0.1, 0.1])[:, None, None, None]
-    cache = kvjax.init(policy, make_spec(), row_keys())
-    cache = prefill(cache, scale * keys, 8000 * values, jnp.asarray(LENGTHS))
-    kvjax.raise_faults(cache)
-    assert nan_rows(kvjax.normalize(attend(cache, scale * queries))) == [True, False, False]
-    attended, cache = step(cache, scale * queries, scale * new_keys, 8000 * new_values)
+    state = kvjax.init(policy, make_spec(), row_keys())
+    cache, counters = prefill(*state, scale * keys, 8000 * values, jnp.asarray(LENGTHS))
+    kvjax.raise_faults((cache, counters))
+    assert nan_rows(kvjax.normalize(attend(cache, counters, scale * queries))) == [True, False, False]
+    attended, cache, counters = step(cache, counters, scale * queries, scale * new_keys, 8000 * new_values)
     assert nan_rows(attended) == [True, False, False]
     with pytest.raises(ValueError, match=r"not_finite=\[1, 0, 0\]: .* or such an attention output"):
-        kvjax.raise_faults(cache)
+        kvjax.raise_faults((cache, counters))
 
 
 @pytest.mark.parametrize(
@@ -308,12 +310,12 @@ def test_a_numerator_without_a_denominator_is_a_fault():
 )
 def test_sink_logits_are_checked(sinks, message):
     keys, values, _ = prompt_of(stream(), LENGTHS)
-    cache, new = prefilled(), next_tokens(1)
+    state, new = prefilled(), next_tokens(1)
     check_refused(
         message,
-        lambda: kvjax.prefill(empty_cache(), keys, values, jnp.asarray(LENGTHS), sink_logits=sinks),
-        lambda: kvjax.step(cache, *new, sink_logits=sinks),
-        lambda: kvjax.attend(cache, new[0], sink_logits=sinks),
+        lambda: kvjax.prefill(*empty_state(), keys, values, jnp.asarray(LENGTHS), sink_logits=sinks),
+        lambda: kvjax.step(*state, *new, sink_logits=sinks),
+        lambda: kvjax.attend(*state, new[0], sink_logits=sinks),
     )
 
 
@@ -321,11 +323,34 @@ def test_sink_logits_are_checked(sinks, message):
 
 
 def test_a_fault_moves_with_its_row_and_ends_when_the_row_is_overwritten():
-    cache = compact(append(prefilled(), *next_tokens(2)[1:], jnp.array([3, 2, 2])))
-    other = compact(append(prefilled(), *next_tokens(2)[1:]))
+    state = compact(*append(*prefilled(), *next_tokens(2)[1:], jnp.array([3, 2, 2])))
+    other = compact(*append(*prefilled(), *next_tokens(2)[1:]))
     queries = next_tokens(1)[0]
-    rows = kvjax.take_rows(cache, jnp.array([1, 0, 0]))
-    assert nan_rows(kvjax.normalize(attend(rows, queries))) == [False, True, True]
-    repaired = kvjax.insert_rows(cache, kvjax.take_rows(other, jnp.array([0])), jnp.array([0]))
+    rows = kvjax.take_rows(state, jnp.array([1, 0, 0]))
+    assert nan_rows(kvjax.normalize(attend(*rows, queries))) == [False, True, True]
+    repaired = kvjax.insert_rows(state, kvjax.take_rows(other, jnp.array([0])), jnp.array([0]))
     kvjax.raise_faults(repaired)
-    np.testing.assert_array_equal(kvjax.normalize(attend(repaired, queries)), kvjax.normalize(attend(other, queries)))
+    outputs = [kvjax.normalize(attend(*one, queries)) for one in (repaired, other)]
+    np.testing.assert_array_equal(*outputs)
+
+
+# --- counters ---
+
+
+def test_counters_of_another_cache_are_refused():
+    state, new = prefilled(), next_tokens(1)
+    cache, counters = state
+    fewer_rows = kvjax.take_rows(counters, jnp.array([0, 1]))
+    _, fewer_slots = empty_state(new=5)
+    for wrong, sizes in ((fewer_rows, "2 rows and 8 staging slots"), (fewer_slots, "3 rows and 5 staging slots")):
+        check_refused(
+            rf"counters of {sizes} do not belong to a cache of 3 rows and 8 slots; pass those that kvjax.init returned",
+            lambda wrong=wrong: kvjax.prefill(empty_state()[0], wrong, *new[1:], jnp.ones(3, jnp.int32)),
+            *(lambda wrong=wrong, put=put: put(cache, wrong, *new) for put in (kvjax.step, step)),
+            lambda wrong=wrong: kvjax.append(cache, wrong, *new[1:]),
+            lambda wrong=wrong: kvjax.attend(cache, wrong, new[0]),
+            lambda wrong=wrong: kvjax.compact(cache, wrong),
+            lambda wrong=wrong: kvjax.freeze(cache, wrong),
+        )
+    with pytest.raises(TypeError, match=r"counters must be kvjax.Counters, which kvjax.init returns, got ndarray"):
+        kvjax.attend(cache, new[0], new[0])

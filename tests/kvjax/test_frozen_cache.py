@@ -32,24 +32,24 @@ def filled(policy, spec, stream):
 def texts_of(policy, stream, **changes):
     """Returns the frozen texts of a policy."""
     spec = make_spec(batch=len(LENGTHS), new=0, **changes)
-    return kvjax.freeze(filled(policy, spec, stream))
+    return kvjax.freeze(*filled(policy, spec, stream))
 
 
 def continue_texts(text, rows, *, tail=None, seed=5, sink_logits=None, **changes):
     """Appends tokens to tails of all rows of a text; returns their attention outputs and the tokens."""
     batch = len(rows)
     tail_spec = make_spec(batch=batch, prompt=1, new=sum(STEPS), **changes)
-    cache = kvjax.init(tail or kvjax.Exact(compact_every=8), tail_spec, row_keys(batch))
+    cache, counters = kvjax.init(tail or kvjax.Exact(compact_every=8), tail_spec, row_keys(batch))
     stream = make_stream(seed, batch=2 * ROWS, tokens=sum(STEPS))
     stream = type(stream)(*(part[np.asarray(rows)] for part in stream))
     step = jax.jit(kvjax.step)
     outputs, start = [], 0
     for count in STEPS:
         block = [part[:, start : start + count] for part in (stream.queries, stream.keys, stream.values)]
-        output, cache = step(cache, *block, text=text, sink_logits=sink_logits)
+        output, cache, counters = step(cache, counters, *block, text=text, sink_logits=sink_logits)
         outputs.append(np.asarray(output))
         start += count
-    kvjax.raise_faults(cache)
+    kvjax.raise_faults((cache, counters))
     return np.concatenate(outputs, axis=1), stream
 
 
@@ -121,17 +121,17 @@ def test_texts_are_inserted_and_selected():
 def test_misuse_is_refused():
     stream = make_stream(batch=len(LENGTHS))
     spec = make_spec(batch=len(LENGTHS), new=8)
-    cache = filled(kvjax.Exact(), spec, stream)
-    staged = kvjax.append(cache, stream.keys[:, :2], stream.values[:, :2])
+    cache, counters = filled(kvjax.Exact(), spec, stream)
+    staged = kvjax.append(cache, counters, stream.keys[:, :2], stream.values[:, :2])
     with pytest.raises(ValueError, match="staging buffer holds tokens in 2 slots"):
-        kvjax.freeze(staged)
+        kvjax.freeze(*staged)
     with pytest.raises(ValueError, match="outside jit"):
-        jax.jit(lambda cache: kvjax.freeze(cache))(cache)
-    text = kvjax.freeze(cache)
+        jax.jit(lambda *state: kvjax.freeze(*state))(cache, counters)
+    text = kvjax.freeze(cache, counters)
     with pytest.raises(ValueError, match="3 rows cannot continue 2 texts"):
         continue_texts(text, range(3))
     with pytest.raises(ValueError, match="window=None differs from the cache's window=16"):
         continue_texts(text, range(4), window=16)
     empty = filled(kvjax.Exact(), dataclasses.replace(spec, max_new_tokens=0), stream)
     with pytest.raises(ValueError, match="cannot append 1 tokens to 0 staging slots"):
-        kvjax.append(empty, stream.keys[:, :1], stream.values[:, :1])
+        kvjax.append(*empty, stream.keys[:, :1], stream.values[:, :1])

@@ -53,7 +53,7 @@ def test_queries_read_the_tokens_of_the_published_speculation(skew, skew_file, p
     budget, stream = 9, make_skewed_stream()
     policy = kvjax.InfiniGen(budget, alpha, partial, Skew.load(skew_file), compact_every=STAGED)
     # Values are one-hot, so outputs show which tokens were read.
-    _, outputs, _ = decoded(policy, stream, make_spec(layers=2, layer=layer))
+    outputs, *_ = decoded(policy, stream, make_spec(layers=2, layer=layer))
     counts = set()
     for row, step in itertools.product(range(3), range(NEW)):
         position = LENGTHS[row] + step

@@ -33,14 +33,16 @@ def stream_of(tokens):
 def run(policy, keys, values, lengths, chunk):
     """Returns the states after the prompt and after all tokens; compactions have `chunk` tokens."""
     spec = make_spec(prompt=PROMPT, new=NEW, head_dim=DIM, rope_frequencies=None, query_heads=2)
-    cache, _ = kvjax.prefill(kvjax.init(policy, spec, row_keys()), keys[:, :PROMPT], values[:, :PROMPT], lengths)
+    empty = kvjax.init(policy, spec, row_keys())
+    cache, counters, _ = kvjax.prefill(*empty, keys[:, :PROMPT], values[:, :PROMPT], lengths)
     rows = jnp.arange(len(lengths))[:, None]
 
-    def step(cache, start):
+    def step(state, start):
         place = lengths[:, None] + start + jnp.arange(chunk)
-        return kvjax.compact(kvjax.append(cache, keys[rows, place], values[rows, place])), None
+        return kvjax.compact(*kvjax.append(*state, keys[rows, place], values[rows, place])), None
 
-    return cache.state, jax.lax.scan(step, cache, jnp.arange(0, NEW, chunk))[0].state
+    (later, _), _ = jax.lax.scan(step, (cache, counters), jnp.arange(0, NEW, chunk))
+    return cache.state, later.state
 
 
 def lightest(values, first, last, count):
@@ -104,8 +106,8 @@ def sums_after_prompt(policy, keys, values, queries, batch=500):
         spec = kvjax.CacheSpec(batch, 1, 1, DIM, max_prompt_tokens=len(keys), max_new_tokens=8)
         repeated = [jnp.broadcast_to(x[:, None], (batch, len(x), 1, DIM)) for x in (keys, values, queries)]
         lengths = jnp.full(batch, len(keys), jnp.int32)
-        cache, _ = kvjax.prefill(kvjax.init(policy, spec, keys_of_rows), *repeated[:2], lengths)
-        read = kvjax.attend(cache, repeated[2])
+        cache, counters, _ = kvjax.prefill(*kvjax.init(policy, spec, keys_of_rows), *repeated[:2], lengths)
+        read = kvjax.attend(cache, counters, repeated[2])
         both = jnp.concatenate([read.numerator, read.denominator[..., None]], axis=-1)
         return (both * jnp.exp(read.max)[..., None])[:, :, 0]
 

@@ -79,9 +79,9 @@ def test_rows_do_not_depend_on_other_rows(name, rows, kv_dtype):
     lengths = tuple(LENGTHS[row] for row in rows)
     prompt = prompt_of(stream, lengths, garbage=1)
     spec = make_spec(batch=len(rows), kv_dtype=kv_dtype)
-    cache = begin(POLICIES[name], spec, row_keys()[jnp.array(rows)], *prompt, lengths)
-    _, outputs, weights = go(cache, after(stream, lengths))
-    _, expected, expected_weights = whole_run(name, kv_dtype=kv_dtype)
+    cache, counters = begin(POLICIES[name], spec, row_keys()[jnp.array(rows)], *prompt, lengths)
+    outputs, weights, *_ = go(cache, counters, after(stream, lengths))
+    expected, expected_weights, *_ = whole_run(name, kv_dtype=kv_dtype)
     expected, expected_weights = expected[list(rows)], expected_weights[list(rows)]
     np.testing.assert_array_equal(weights > 1e-6, expected_weights > 1e-6)  # the tokens kept
     np.testing.assert_allclose(weights, expected_weights, atol=1e-5)
@@ -94,15 +94,15 @@ def test_rows_and_heads_draw_different_tokens(name):
     stream = make_stream().row(0)
     stream = Stream(*(np.repeat(part, BATCH, axis=0) for part in stream))
     keys = np.broadcast_to(stream.keys[:, :, :1], stream.keys.shape)
-    cache = prefilled(POLICIES[name], stream._replace(keys=keys), lengths=(37,) * BATCH)
-    kept = np.asarray(read_weights(cache)).reshape(-1, HEAD_DIM) > 0
+    cache, counters = prefilled(POLICIES[name], stream._replace(keys=keys), lengths=(37,) * BATCH)
+    kept = np.asarray(read_weights(cache, counters)).reshape(-1, HEAD_DIM) > 0
     assert len(np.unique(kept, axis=0)) == len(kept)
 
 
 @pytest.mark.parametrize("name", ["chelsea", "subgen_mean"])
 def test_means_read_every_token_once(name):
     # A query of zeros reads the sum of sizes times mean values, at every step and through all compactions.
-    _, _, weights = whole_run(name)
+    _, weights, *_ = whole_run(name)
     length = np.array(LENGTHS)[:, None] + 1 + np.arange(NEW)
     present = np.arange(HEAD_DIM) < length[..., None]
     np.testing.assert_allclose(weights, np.broadcast_to(present[:, :, None], weights.shape), atol=2e-5)
@@ -110,11 +110,11 @@ def test_means_read_every_token_once(name):
 
 @every_policy
 def test_appending_a_block_equals_appending_its_tokens(name):
-    cache, outputs, weights = whole_run(name)
-    block_cache, block_outputs, block_weights = whole_run(name, block=8)
+    outputs, weights, *state = whole_run(name)
+    block_outputs, block_weights, *block_state = whole_run(name, block=8)
     np.testing.assert_allclose(outputs, block_outputs, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(weights, block_weights, atol=1e-5)
-    chex.assert_trees_all_close(with_integer_keys(cache), with_integer_keys(block_cache), atol=1e-5)
+    chex.assert_trees_all_close(with_integer_keys(state), with_integer_keys(block_state), atol=1e-5)
 
 
 @every_policy
@@ -124,19 +124,19 @@ def test_the_cache_keeps_its_shapes_and_dtypes(name):
     stream = stream._replace(values=stream.values[..., :VALUE_DIM])
     spec = make_spec(dtype=jnp.bfloat16, value_dim=VALUE_DIM, scale=0.6, logit_cap=1.5)
     abstract = abstract_cache(policy, spec)
-    cache = jax.eval_shape(lambda: prefilled(policy, stream, spec))
+    state = jax.eval_shape(lambda: prefilled(policy, stream, spec))
     new = after(stream, LENGTHS, 3)
-    appended = jax.eval_shape(kvjax.append, cache, new.keys, new.values)
-    attended, stepped = jax.eval_shape(
-        lambda cache: kvjax.step(cache, new.queries, new.keys, new.values, sink_logits=sinks), cache
+    appended = jax.eval_shape(kvjax.append, *state, new.keys, new.values)
+    attended, *stepped = jax.eval_shape(
+        lambda state: kvjax.step(*state, new.queries, new.keys, new.values, sink_logits=sinks), state
     )
-    partials = jax.eval_shape(lambda cache: kvjax.attend(cache, new.queries[:, :1], sink_logits=sinks), cache)
+    partials = jax.eval_shape(lambda state: kvjax.attend(*state, new.queries[:, :1], sink_logits=sinks), state)
     assert partials.numerator.shape[-1] == attended.shape[-1] == VALUE_DIM
-    for other in (cache, appended, stepped, jax.eval_shape(kvjax.compact, appended)):
+    for other in (state, appended, tuple(stepped), jax.eval_shape(kvjax.compact, *appended)):
         assert jax.tree.structure(abstract) == jax.tree.structure(other)
         chex.assert_trees_all_equal_shapes_and_dtypes(with_integer_keys(abstract), with_integer_keys(other))
     assert {leaf.dtype for leaf in jax.tree.leaves((partials, attended))} == {jnp.dtype("float32")}
-    assert cache.staging.keys.dtype == jnp.bfloat16
+    assert state[0].staging.keys.dtype == jnp.bfloat16
 
 
 @every_policy
@@ -147,66 +147,64 @@ def test_one_trace_serves_all_steps_and_any_cache_may_be_donated(name):
     def once(function, **donate):
         return jax.jit(chex.assert_max_traces(function, n=1), **donate)
 
-    append = once(lambda cache, keys, values: kvjax.append(cache, keys, values), donate_argnums=0)
-    attend = once(lambda cache, query: kvjax.attend(cache, query))
-    compact = once(lambda cache: kvjax.compact(cache), donate_argnums=0)
-    cache = kvjax.init(POLICIES[name], make_spec(), row_keys())
+    append = once(lambda *arguments: kvjax.append(*arguments), donate_argnums=(0, 1))
+    attend = once(lambda *arguments: kvjax.attend(*arguments))
+    compact = once(lambda *arguments: kvjax.compact(*arguments), donate_argnums=(0, 1))
+    cache, counters = kvjax.init(POLICIES[name], make_spec(), row_keys())
     steps = 2 * cache.policy.compact_every + 1
     tokens = after(stream, (0,) * BATCH, steps)
     for number in range(steps):
         now = slice(number, number + 1)
-        cache = append(cache, tokens.keys[:, now], tokens.values[:, now])
-        partials = attend(cache, tokens.queries[:, now])
+        cache, counters = append(cache, counters, tokens.keys[:, now], tokens.values[:, now])
+        partials = attend(cache, counters, tokens.queries[:, now])
         if (number + 1) % cache.policy.compact_every == 0:
-            cache = compact(cache)
+            cache, counters = compact(cache, counters)
     chex.assert_tree_all_finite(kvjax.normalize(partials))
-    np.testing.assert_array_equal(kvjax.num_tokens(cache), [steps] * BATCH)
+    np.testing.assert_array_equal(counters.num_tokens, [steps] * BATCH)
 
 
 @pytest.mark.parametrize("name", each(POLICIES, quick=("uniform",)))
 def test_a_step_equals_append_and_attend_and_compacts_a_full_staging_buffer(name):
     # In blocks of three tokens a staging buffer of 8 is compacted when it holds six.
     stream = make_stream()
-    cache = prefilled(POLICIES[name], stream)
+    cache, counters = by_hand = prefilled(POLICIES[name], stream)
     step, append, attend = jax.jit(kvjax.step), jax.jit(kvjax.append), jax.jit(kvjax.attend)
     full_or_not = jax.jit(functools.partial(kvjax.step, compact_when_full=False))
-    by_hand = cache
     for number in range(6):
         new = after(stream, LENGTHS, 3, 3 * number)
-        attended, cache = step(cache, new.queries, new.keys, new.values)
+        attended, cache, counters = step(cache, counters, new.queries, new.keys, new.values)
         if number in (2, 4):
-            by_hand = kvjax.compact(by_hand)
-        if by_hand.policy.requires.attention_stats:  # which `attend` does not update
-            last, by_hand = full_or_not(by_hand, new.queries, new.keys, new.values)
+            by_hand = kvjax.compact(*by_hand)
+        if cache.policy.requires.attention_stats:  # which `attend` does not update
+            last, *by_hand = full_or_not(*by_hand, new.queries, new.keys, new.values)
         else:
-            by_hand = append(by_hand, new.keys, new.values)
+            by_hand = append(*by_hand, new.keys, new.values)
             # Only the last query attends to all tokens.
-            last = kvjax.normalize(attend(by_hand, new.queries[:, -1:]))
-        assert int(cache.counters.offset) == int(by_hand.counters.offset) == 3 * (number % 2 + 1)
+            last = kvjax.normalize(attend(*by_hand, new.queries[:, -1:]))
+        assert int(counters.offset) == int(by_hand[1].offset) == 3 * (number % 2 + 1)
         np.testing.assert_allclose(attended[:, -last.shape[1] :], last, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(kvjax.num_tokens(cache), np.array(LENGTHS) + 18)
-    kvjax.raise_faults(cache)
+    np.testing.assert_array_equal(counters.num_tokens, np.array(LENGTHS) + 18)
+    kvjax.raise_faults((cache, counters))
 
 
 @every_policy
 def test_a_compaction_without_staged_tokens_changes_nothing(name):
     # Finished sequences are compacted together with the others.
     compact, stream = jax.jit(kvjax.compact), make_stream()
-    cache = prefilled(POLICIES[name], stream)
-    for settled in (cache, whole_run(name)[0]):
-        chex.assert_trees_all_equal(with_integer_keys(compact(settled)), with_integer_keys(settled))
+    for settled in (prefilled(POLICIES[name], stream), tuple(whole_run(name)[2:])):
+        chex.assert_trees_all_equal(with_integer_keys(compact(*settled)), with_integer_keys(settled))
 
 
 @every_policy
 def test_compaction_may_come_early(name):
     # It does not change which tokens a window or a full cache keeps, and causes no fault in any cache.
     stream = make_stream()
-    cache = prefilled(POLICIES[name], stream)
-    cache, outputs, weights = go(cache, after(stream, LENGTHS), 1, 3)
-    kvjax.raise_faults(cache)
+    cache, counters = prefilled(POLICIES[name], stream)
+    outputs, weights, cache, counters = go(cache, counters, after(stream, LENGTHS), 1, 3)
+    kvjax.raise_faults((cache, counters))
     if name.startswith(("exact", "streaming_llm")):
-        np.testing.assert_allclose(outputs, whole_run(name)[1], rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(weights, whole_run(name)[2], atol=1e-5)
+        np.testing.assert_allclose(outputs, whole_run(name)[0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(weights, whole_run(name)[1], atol=1e-5)
     if name in WEIGHING:
         total = weights[:, -1].sum(-1)
         np.testing.assert_allclose(total, np.array(LENGTHS)[:, None] + NEW + np.zeros(KV_HEADS), rtol=1e-5)
@@ -215,9 +213,9 @@ def test_compaction_may_come_early(name):
 @pytest.mark.parametrize("name", each(ROOMY))
 def test_a_budget_of_all_tokens_gives_exact_attention(name):
     stream = make_stream()
-    _, outputs, weights = decoded(ROOMY[name], stream)
-    np.testing.assert_allclose(outputs, whole_run("exact")[1], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(weights, whole_run("exact")[2], atol=1e-5)
+    outputs, weights, *_ = decoded(ROOMY[name], stream)
+    np.testing.assert_allclose(outputs, whole_run("exact")[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(weights, whole_run("exact")[1], atol=1e-5)
 
 
 # --- bytes ---
@@ -256,9 +254,9 @@ BYTES = {
 def test_bytes_of_a_row(name):
     policy, specs = POLICIES[name], [make_spec(dtype=dtype) for dtype in (jnp.float32, jnp.bfloat16)]
     sizes = [row_bytes(policy, spec) for spec in specs]
-    assert (*sizes, kvjax.read_bytes(abstract_cache(policy, specs[1])) / BATCH) == BYTES[name]
-    cache = jax.jit(kvjax.init, static_argnums=(0, 1))(policy, dataclasses.replace(specs[1], batch=1), row_keys(1))
-    assert kvjax.cache_bytes(cache) == CacheBytes(sizes[1], 0)
+    assert (*sizes, kvjax.read_bytes(abstract_cache(policy, specs[1])[0]) / BATCH) == BYTES[name]
+    state = jax.jit(kvjax.init, static_argnums=(0, 1))(policy, dataclasses.replace(specs[1], batch=1), row_keys(1))
+    assert kvjax.cache_bytes(state) == CacheBytes(sizes[1], 0)
 
 
 FITS = {
@@ -311,7 +309,7 @@ def test_fit_bytes_holds_all_tokens_within_a_larger_limit(kv_dtype):
     spec = make_spec(kv_dtype=kv_dtype)
     make = functools.partial(kvjax.KeyDiff, reserve_decode_slots=True)
     policy = kvjax.fit_bytes(lambda budget: kvjax.HeadBudgets(kvjax.AdaKV(make(budget)), ((1.0, 1.0),)), spec, 10**7)
-    slots = abstract_cache(policy, spec).state.keys.shape[2]
+    slots = abstract_cache(policy, spec)[0].state.keys.shape[2]
     assert spec.capacity <= slots < spec.capacity + 16
 
 
@@ -339,9 +337,9 @@ def odd_policies(budget):
 def test_attention_reads_stores_of_a_multiple_of_8_slots(kv_dtype, budget):
     spec = make_spec(1, 4001, 50, layer=1, layers=3, kv_dtype=kv_dtype)
 
-    def slots(cache):
+    def slots(cache, counters):
         """Returns the number of slots of everything that attention reads as entries."""
-        segments, counts = list(_segments(cache, 1)), []
+        segments, counts = list(_segments(cache, counters, 1)), []
         for read in (one for one in segments if isinstance(one, BlockStoreRead)):
             heads = KV_HEADS if read.kv_heads is None else len(read.kv_heads)
             selection = read.select(jnp.zeros((1, 1, 2 * heads, HEAD_DIM)))
@@ -351,8 +349,8 @@ def test_attention_reads_stores_of_a_multiple_of_8_slots(kv_dtype, budget):
         return counts + [one.keys.shape[2] for one in segments if isinstance(one, Segment)]
 
     for policy in odd_policies(budget):
-        cache, counts = abstract_cache(policy, spec), []
-        jax.eval_shape(lambda cache, counts=counts: counts.extend(slots(cache)), cache)
+        state, counts = abstract_cache(policy, spec), []
+        jax.eval_shape(lambda state, counts=counts: counts.extend(slots(*state)), state)
         assert counts and not any(count % 8 for count in counts), f"{policy} has stores of {counts} slots"
 
 
@@ -376,16 +374,17 @@ def test_decode_steps_lower_for_a_hopper_gpu_without_xla(kv_dtype, budget, monke
     scores = jax.ShapeDtypeStruct((1, KV_HEADS, 1), jnp.float32)
 
     @jax.jit
-    def step(cache, query, keys, values, scores):
-        return kvjax.step(cache, query, keys, values, predicted_scores=scores, compact_when_full=False)
+    def step(cache, counters, query, keys, values, scores):
+        return kvjax.step(cache, counters, query, keys, values, predicted_scores=scores, compact_when_full=False)
 
     lowered = []
     for policy in odd_policies(budget):
-        cache = abstract_cache(policy, spec)
+        cache, counters = abstract_cache(policy, spec)
         program = (type(cache.policy).segments, cache.state)  # which most top-k policies share
         if program not in lowered:
             predicted = scores if cache.policy.requires.predicted_scores else None
-            text = step.trace(cache, query, new, new, predicted).lower(lowering_platforms=("cuda",)).as_text()
+            traced = step.trace(cache, counters, query, new, new, predicted)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
             assert "@mosaic_gpu" in text and not refused, policy
             lowered.append(program)
 
@@ -429,7 +428,7 @@ STREAMING = {
 def test_streaming_llm_reads_sinks_and_recent_tokens_at_every_step(shape):
     budget, sinks, _ = shape
     stream = make_stream()
-    _, outputs, weights = decoded(STREAMING[shape], stream)
+    outputs, weights, *_ = decoded(STREAMING[shape], stream)
     position = np.arange(HEAD_DIM)
     for row, step in itertools.product(range(BATCH), range(NEW)):
         end = LENGTHS[row] + step + 1
@@ -448,8 +447,8 @@ def test_reindexed_streaming_llm_rotates_at_positions_inside_the_cache(block):
     stream, budget, sinks = make_stream(), 16, 2
     rotated = Stream(_rotated(stream.keys), stream.values, _rotated(stream.queries))
     reindexed = POLICIES["streaming_llm_reindexed"]
-    cache = prefilled(reindexed, rotated)
-    _, outputs, _ = go(cache, after(rotated, LENGTHS), block)
+    cache, counters = prefilled(reindexed, rotated)
+    outputs, *_ = go(cache, counters, after(rotated, LENGTHS), block)
     for row, step, head in itertools.product(range(BATCH), range(NEW), (0, 2)):
         end = LENGTHS[row] + step + 1
         tokens = [position for position in range(end) if position < sinks or position >= end - (budget - sinks)]
@@ -458,7 +457,7 @@ def test_reindexed_streaming_llm_rotates_at_positions_inside_the_cache(block):
         expected = softmax_attention(query, keys, stream.values[row, tokens, 0])
         np.testing.assert_allclose(outputs[row, step, head], expected, atol=2e-5)
     plain = prefilled(POLICIES["streaming_llm"], rotated)
-    _, unmoved, _ = go(plain, after(rotated, LENGTHS), block)
+    unmoved, *_ = go(*plain, after(rotated, LENGTHS), block)
     assert np.abs(outputs - unmoved)[0].max() > 1e-3  # reindexing changes outputs
 
 
@@ -477,7 +476,7 @@ def middles(policy_sinks, policy_recent, end):
 
 
 def test_uniform_samples_without_replacement_with_weights_that_sum_to_the_tokens():
-    _, _, weights = whole_run("uniform")
+    _, weights, *_ = whole_run("uniform")
     sinks, recent, size, every = 2, 8, 10, 8
     for row, step, head in itertools.product(range(BATCH), range(NEW), range(KV_HEADS)):
         read = weights[row, step, head]
@@ -499,9 +498,9 @@ def test_uniform_samples_do_not_depend_on_blocks():
         ((40,) * 3, 24, 4, 4),
         ((16,) * 3, 48, 8, 8),
     ]:
-        cache = prefilled(POLICIES["uniform"], stream, make_spec(new=48), lengths)
-        cache, _, _ = go(cache, after(stream, lengths, count), block, every)
-        finals.append(read_weights(cache))
+        cache, counters = prefilled(POLICIES["uniform"], stream, make_spec(new=48), lengths)
+        *_, cache, counters = go(cache, counters, after(stream, lengths, count), block, every)
+        finals.append(read_weights(cache, counters))
     for final in finals[1:]:
         np.testing.assert_allclose(final, finals[0], atol=1e-5)
 
@@ -514,12 +513,13 @@ def test_uniform_includes_every_token_equally_often(num_decoded):
     stream = make_stream(batch=1, tokens=48, query_heads=2)
     stream = Stream(*(np.repeat(part, batch, axis=0) for part in stream))
     lengths = np.full(batch, 48 - num_decoded)
-    cache = begin(policy, spec, row_keys(batch, seed=3), *prompt_of(stream, lengths, 48 - num_decoded), lengths)
+    prompt = prompt_of(stream, lengths, 48 - num_decoded)
+    cache, counters = begin(policy, spec, row_keys(batch, seed=3), *prompt, lengths)
     append, compact = jax.jit(kvjax.append), jax.jit(kvjax.compact)
     for first in range(0, num_decoded, 8):
         part = after(stream, lengths, 8, first)
-        cache = compact(append(cache, part.keys, part.values))
-    kept = np.asarray(read_weights(cache)) > 0
+        cache, counters = compact(*append(cache, counters, part.keys, part.values))
+    kept = np.asarray(read_weights(cache, counters)) > 0
     between = middles(sinks, recent, 48)
     included = kept[:, :, between].sum(axis=(0, 1))
     tokens, draws = int(between.sum()), batch * KV_HEADS
@@ -543,9 +543,9 @@ def test_clustergen_keeps_farthest_first_centers_of_the_prompt_and_the_window(ke
     if keys_are == "tied":  # small integers: many distances are equal
         stream = stream._replace(keys=rng.integers(-1, 2, stream.keys.shape).astype(np.float32) * (np.arange(64) < 3))
     lengths = (37, 15, 5)
-    cache = prefilled(POLICIES["clustergen"], stream, lengths=lengths)
-    start = read_weights(cache)
-    _, _, weights = go(cache, after(stream, lengths))
+    cache, counters = prefilled(POLICIES["clustergen"], stream, lengths=lengths)
+    start = read_weights(cache, counters)
+    _, weights, *_ = go(cache, counters, after(stream, lengths))
     position = np.arange(HEAD_DIM)
     for row, head in itertools.product(range(BATCH), range(KV_HEADS)):
         valid = middles(2, 8, lengths[row])
@@ -578,11 +578,11 @@ TAKE_TOKENS = ("step", "append", "prefill")
     ],
 )
 def test_arrays_of_invalid_shape_are_refused(name, shapes, functions):
-    cache = kvjax.init(POLICIES["uniform"], make_spec(), row_keys())
+    cache, counters = kvjax.init(POLICIES["uniform"], make_spec(), row_keys())
     valid = {"queries": (3, 5, 4, 64), "keys": (3, 5, 2, 64), "values": (3, 5, 2, 64)}
     for shape, function in itertools.product(shapes, functions):
         queries, keys, values = (jnp.zeros(shape) for shape in (valid | {name: shape}).values())
         arguments = {"step": (queries, keys, values), "append": (keys, values), "attend": (queries,)}
         arguments["prefill"] = keys, values, jnp.ones(3, int)
         with pytest.raises(ValueError, match=f"{name} have shape"):
-            getattr(kvjax, function)(cache, *arguments[function])
+            getattr(kvjax, function)(cache, counters, *arguments[function])

@@ -161,7 +161,7 @@ def test_the_relative_error_does_not_depend_on_the_norm(name, size):
 
 def test_a_cache_may_be_bfloat16_beside_a_float32_model():
     keys, values = np.random.default_rng(0).normal(size=(2, 1, 24, 2, 64)).astype(np.float32)
-    (plain, _), (narrow, cache) = (
+    (plain, *_), (narrow, cache, _) = (
         attend(kv_dtype, keys, values, make_stream().queries[:1, :4]) for kv_dtype in (None, "bfloat16")
     )
     assert {cache.state.keys.dtype, cache.state.values.dtype, cache.staging.keys.dtype} == {jnp.dtype(jnp.bfloat16)}
@@ -170,11 +170,11 @@ def test_a_cache_may_be_bfloat16_beside_a_float32_model():
 
 
 def attend(kv_dtype, keys, values, queries, new=8):
-    """Returns the attention output of queries after a prompt in a full cache, and the cache."""
+    """Returns the attention output of queries after a prompt in a full cache, the cache and its counters."""
     spec = make_spec(batch=1, prompt=keys.shape[1], new=new, kv_dtype=kv_dtype)
-    cache = kvjax.init(kvjax.Exact(), spec, row_keys(1))
-    cache, _ = kvjax.prefill(cache, keys, values, jnp.array([keys.shape[1]]))
-    return np.asarray(kvjax.normalize(kvjax.attend(cache, queries))), cache
+    cache, counters = kvjax.init(kvjax.Exact(), spec, row_keys(1))
+    cache, counters, _ = kvjax.prefill(cache, counters, keys, values, jnp.array([keys.shape[1]]))
+    return np.asarray(kvjax.normalize(kvjax.attend(cache, counters, queries))), cache, counters
 
 
 def test_the_mean_of_keys_costs_no_bits_and_is_computed_once():
@@ -184,10 +184,10 @@ def test_the_mean_of_keys_costs_no_bits_and_is_computed_once():
     errors = []
     for shift in (0.0, 1.0):
         keys = stream.keys[:1, :40] + shift * mean
-        (quantized, cache), (exact, _) = (attend(name, keys, values, queries) for name in ("int3", None))
+        (quantized, cache, counters), (exact, *_) = (attend(name, keys, values, queries) for name in ("int3", None))
         errors.append(np.mean(np.abs(quantized - exact)))
     assert errors[1] < 1.5 * errors[0] + 1e-6
     offset = cache.state.keys.offset
     np.testing.assert_allclose(offset, np.mean(keys, axis=1), rtol=1e-5, atol=1e-5)
-    later = kvjax.compact(kvjax.append(cache, stream.keys[:1, 40:44], stream.values[:1, 40:44]))
+    later, _ = kvjax.compact(*kvjax.append(cache, counters, stream.keys[:1, 40:44], stream.values[:1, 40:44]))
     np.testing.assert_array_equal(later.state.keys.offset, offset)

@@ -66,7 +66,7 @@ def start(name, kv_dtype, dtype=jnp.float32):
 
 @functools.cache
 def run(name, kv_dtype="int8", dtype=jnp.float32):
-    return go(start(name, kv_dtype, dtype), after(make_stream(), LENGTHS, 20))
+    return go(*start(name, kv_dtype, dtype), after(make_stream(), LENGTHS, 20))
 
 
 def bits_of(tree):
@@ -106,21 +106,22 @@ def unquantized(cache):
 
     stored = (AdaKVState, RunningMean, kvjax.QuantizedArray, AppendOnlyStore, BlockStore)
     state = jax.tree.map(convert, cache.state, is_leaf=lambda x: isinstance(x, stored))
-    plain = kvjax.init(cache.policy, make_spec(), row_keys())
+    plain, _ = kvjax.init(cache.policy, make_spec(), row_keys())
     assert jax.tree.structure(state) == jax.tree.structure(plain.state)
     state = jax.tree.map(jnp.asarray, state)
-    return dataclasses.replace(plain, state=state, staging=cache.staging, counters=cache.counters)
+    return dataclasses.replace(plain, state=state, staging=cache.staging)
 
 
 @pytest.mark.parametrize(("name", "kv_dtype"), MATRIX)
 def test_attention_reads_the_stored_numbers(name, kv_dtype):
-    caches = [run(name, kv_dtype)[0]]
-    caches.append(unquantized(caches[0]))
+    *_, cache, counters = run(name, kv_dtype)
+    caches = cache, unquantized(cache)
     query = jnp.asarray(make_stream().queries[:, 40:44])
-    np.testing.assert_allclose(*(kvjax.normalize(attend(cache, query)) for cache in caches), atol=2e-5)
+    np.testing.assert_allclose(*(kvjax.normalize(attend(cache, counters, query)) for cache in caches), atol=2e-5)
     new = after(make_stream(), LENGTHS, 1, 20)
     lengths = jnp.array([1, 1, 0])
-    outputs, caches = zip(*(step(cache, new.queries, new.keys, new.values, lengths) for cache in caches), strict=True)
+    results = (step(cache, counters, new.queries, new.keys, new.values, lengths) for cache in caches)
+    outputs, caches, _ = zip(*results, strict=True)
     np.testing.assert_allclose(*(output[:2] for output in outputs), rtol=5e-6, atol=2e-5)
     if PLAIN[name].requires.attention_stats:
         for one, other in zip(*(jax.tree.leaves(cache.state.scores) for cache in caches), strict=True):
@@ -129,13 +130,13 @@ def test_attention_reads_the_stored_numbers(name, kv_dtype):
 
 @pytest.mark.parametrize("name", ["snapkv", "ada_kv", "attention_matching"])
 def test_compaction_of_a_selection_quantizes_only_new_tokens(name):
-    cache = start(name, "int4")
+    cache, counters = start(name, "int4")
     new = after(make_stream(), LENGTHS, cache.policy.compact_every)
-    _, staged = step(cache, new.queries, new.keys, new.values)
-    program = str(jax.make_jaxpr(kvjax.compact)(staged))
+    _, *staged = step(cache, counters, new.queries, new.keys, new.values)
+    program = str(jax.make_jaxpr(kvjax.compact)(*staged))
     shape = ",".join(map(str, cache.state.keys.shape))
     assert f"f32[{shape}]" not in program and "u8[" in program
-    before, after_compaction = (np.asarray(one.state.keys.values) for one in (staged, compact(staged)))
+    before, after_compaction = (np.asarray(one.state.keys.values) for one, _ in (staged, compact(*staged)))
     changed = (before != after_compaction).any(axis=-1).sum(axis=(1, 2))
     assert (changed <= cache.policy.compact_every * before.shape[1]).all() and changed.all()
 
@@ -147,10 +148,10 @@ def test_shared_slots_are_as_precise_as_separate_ones():
     for policy in (kvjax.KeyDiff(24, compact_every=8), kvjax.AdaKV(kvjax.KeyDiff(24, compact_every=8), 1.0)):
         outputs = []
         for kv_dtype in (None, "int4"):
-            cache = kvjax.init(policy, make_spec(kv_dtype=kv_dtype), row_keys())
-            cache, _ = kvjax.prefill(cache, stream.keys[:, :40] + shift, stream.values[:, :40], jnp.array(LENGTHS))
-            cache = kvjax.compact(kvjax.append(cache, stream.keys[:, 40:48] + shift, stream.values[:, 40:48]))
-            outputs.append(kvjax.normalize(attend(cache, query)))
+            state = kvjax.init(policy, make_spec(kv_dtype=kv_dtype), row_keys())
+            *state, _ = kvjax.prefill(*state, stream.keys[:, :40] + shift, stream.values[:, :40], jnp.array(LENGTHS))
+            state = kvjax.append(*state, stream.keys[:, 40:48] + shift, stream.values[:, 40:48])
+            outputs.append(kvjax.normalize(attend(*kvjax.compact(*state), query)))
         errors.append(np.mean(np.abs(outputs[0] - outputs[1])))
     assert errors[1] < 1.2 * errors[0]
 
@@ -166,8 +167,8 @@ def test_heads_of_one_dimension_are_quantized(policy):
     outputs = []
     for kv_dtype in (None, "int8"):
         spec = kvjax.CacheSpec(1, 1, 1, head_dim=1, max_prompt_tokens=4, max_new_tokens=4, kv_dtype=kv_dtype)
-        cache, _ = kvjax.prefill(kvjax.init(policy, spec, row_keys(1)), keys, values, jnp.array([4]))
-        outputs.append(kvjax.normalize(kvjax.attend(cache, query)))
+        cache, counters, _ = kvjax.prefill(*kvjax.init(policy, spec, row_keys(1)), keys, values, jnp.array([4]))
+        outputs.append(kvjax.normalize(kvjax.attend(cache, counters, query)))
     np.testing.assert_allclose(*outputs, rtol=1e-2)
 
 
@@ -176,9 +177,9 @@ def test_keys_and_values_may_have_different_widths(name):
     """Narrower values take fewer bytes and do not change the logits."""
     sizes, sums = [], []
     for values in ("int4", "int2"):
-        cache = start(name, ("int4", values))
+        cache, counters = start(name, ("int4", values))
         sizes.append(kvjax.cache_bytes(cache).device)
-        partials = attend(cache, jnp.asarray(make_stream().queries[:, 40:44]))
+        partials = attend(cache, counters, jnp.asarray(make_stream().queries[:, 40:44]))
         sums.append((partials.max, partials.denominator))
     assert sizes[1] < sizes[0]
     for first, second in zip(*sums, strict=True):
@@ -189,8 +190,8 @@ def test_keys_and_values_may_have_different_widths(name):
 def test_a_quantized_index_selects_the_blocks_of_a_plain_one(name, max_index_bytes):
     stream, selected, sizes = make_stream(), [], []
     for kv_dtype in (None, "int4"):
-        cache = start(name, kv_dtype)
-        *_, read = cache.policy.segments(cache.state, cache.counters.count[:, None])
+        cache, counters = start(name, kv_dtype)
+        *_, read = cache.policy.segments(cache.state, counters.count[:, None])
         assert isinstance(read, BlockStoreRead)
         sizes.append(array_bytes(read.index))
         for position in range(40, 48):
@@ -212,8 +213,9 @@ def test_a_quantized_index_selects_the_blocks_of_a_plain_one(name, max_index_byt
     "name, dtype", each([*((name, "float32") for name in PLAIN), ("chelsea", "bfloat16")], quick=[("exact", "float32")])
 )
 def test_a_compaction_without_new_tokens_changes_no_bit(name, kv_dtype, dtype):
-    cache = compact(run(name, kv_dtype, jnp.dtype(dtype))[0])
-    for before, later in zip(bits_of(cache.state), bits_of(compact(cache).state), strict=True):
+    *_, cache, counters = run(name, kv_dtype, jnp.dtype(dtype))
+    cache, counters = compact(cache, counters)
+    for before, later in zip(bits_of(cache.state), bits_of(compact(cache, counters)[0].state), strict=True):
         np.testing.assert_array_equal(before, later)
 
 
@@ -230,7 +232,7 @@ def stored_tokens(cache, row, tokens):
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["exact", "infinigen", "quest"])
 def test_growing_stores_write_every_token_once(name, kv_dtype):
-    early, late = start(name, kv_dtype), compact(run(name, kv_dtype)[0])
+    (early, _), (late, _) = start(name, kv_dtype), compact(*run(name, kv_dtype)[2:])
     for row, length in enumerate(LENGTHS):
         pair = (stored_tokens(cache, row, length) for cache in (early, late))
         for before, later in zip(*pair, strict=True):
@@ -241,23 +243,23 @@ def test_growing_stores_write_every_token_once(name, kv_dtype):
 @every_format
 def test_a_stream_of_131072_tokens_changes_no_bit_of_the_sinks(kv_dtype):
     spec = make_spec(new=2**17, kv_dtype=kv_dtype)
-    cache = kvjax.init(kvjax.StreamingLLM(36, compact_every=32), spec, row_keys())
+    empty = kvjax.init(kvjax.StreamingLLM(36, compact_every=32), spec, row_keys())
     shape = (2, spec.batch, 32, spec.kv_heads, HEAD_DIM)
 
     def draw(number):
         return jax.random.normal(jax.random.key(number), shape)
 
     @jax.jit
-    def stream(cache, numbers):
-        def block(cache, number):
-            return kvjax.compact(kvjax.append(cache, *draw(number))), None
+    def stream(state, numbers):
+        def block(state, number):
+            return kvjax.compact(*kvjax.append(*state, *draw(number))), None
 
-        return jax.lax.scan(block, cache, numbers)[0]
+        return jax.lax.scan(block, state, numbers)[0]
 
-    early = stream(cache, jnp.arange(2))
+    early = stream(empty, jnp.arange(2))
     late = stream(early, jnp.arange(2, 2**12))
-    assert (kvjax.num_tokens(late) == 2**17).all()
-    windows = [one.state.window for one in (early, late)]
+    assert (late[1].num_tokens == 2**17).all()
+    windows = [cache.state.window for cache, _ in (early, late)]
     np.testing.assert_array_equal(*(window.keys.offset for window in windows))
     for one, other in zip(*(bits_of(window.keys.values[:, :, 32:]) for window in windows), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -283,17 +285,16 @@ def test_bytes_include_numbers_scales_offsets_and_residuals(kv_dtype, bits):
     saved = numbers * 4 - numbers * bits // 8 - scales - offsets
     residuals = 2 * 2 * centroids * (HEAD_DIM + 2)  # not read by a step
     assert row_bytes(policy, spec) == row_bytes(policy, plain) - saved + residuals
-    cache, plain_cache = (kvjax.init(policy, one, row_keys(1)) for one in (spec, plain))
-    assert kvjax.cache_bytes(cache).device == row_bytes(policy, spec)
+    (cache, counters), (plain_cache, _) = (kvjax.init(policy, one, row_keys(1)) for one in (spec, plain))
+    assert kvjax.cache_bytes((cache, counters)).device == row_bytes(policy, spec)
     assert kvjax.read_bytes(cache) == kvjax.read_bytes(plain_cache) - saved
 
 
 def test_read_bytes_include_the_retrieval_index():
     # Quest(20) reads 3 pages of 16 per query head, a window of 24 slots per KV head and two bounds of 4 pages.
     vectors = {"pages": 2 * 3 * 16 * 4, "window": 2 * 24 * 2, "bounds": 2 * 4 * 2}
-    cache, plain = (
-        kvjax.init(PLAIN["quest"], make_spec(batch=1, kv_dtype=kv_dtype), row_keys(1)) for kv_dtype in ("int8", None)
-    )
+    specs = (make_spec(batch=1, kv_dtype=kv_dtype) for kv_dtype in ("int8", None))
+    cache, plain = (kvjax.init(PLAIN["quest"], spec, row_keys(1))[0] for spec in specs)
     saved = sum(vectors.values()) * (3 * HEAD_DIM - 2)  # a byte per number instead of four, and a scale
     offsets = 2 * 2 * HEAD_DIM * 4  # of the window and of the store
     assert kvjax.read_bytes(cache) == kvjax.read_bytes(plain) - saved + offsets
@@ -301,13 +302,13 @@ def test_read_bytes_include_the_retrieval_index():
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 def test_decoding_does_not_dequantize_the_entire_store(kv_dtype):
-    cache = abstract_cache(PLAIN["exact"], make_spec(batch=1, prompt=32768, new=64, kv_dtype=kv_dtype))
+    state = abstract_cache(PLAIN["exact"], make_spec(batch=1, prompt=32768, new=64, kv_dtype=kv_dtype))
 
-    def decode(cache, query, key, value):
-        return jax.lax.fori_loop(0, 8, lambda _, cache: kvjax.step(cache, query, key, value)[1], cache)
+    def decode(state, query, key, value):
+        return jax.lax.fori_loop(0, 8, lambda _, state: kvjax.step(*state, query, key, value)[1:], state)
 
     shapes = [jax.ShapeDtypeStruct((1, 1, heads, HEAD_DIM), jnp.float32) for heads in (4, 2, 2)]
-    compiled = jax.jit(decode, donate_argnums=0).lower(cache, *shapes).compile()
+    compiled = jax.jit(decode, donate_argnums=0).lower(state, *shapes).compile()
     float32_keys = 2 * 32768 * HEAD_DIM * 4
     assert compiled.memory_analysis().temp_size_in_bytes < float32_keys / 2
 

@@ -77,7 +77,7 @@ def simulate(policy, scores, later):
 )
 def test_the_best_tokens_stay_and_later_tokens_replace_the_lowest(policy):
     stream = make_stream()
-    _, _, weights = decoded(policy, stream)
+    _, weights, *_ = decoded(policy, stream)
     for (row, length), head in itertools.product(enumerate(LENGTHS), range(2)):
         kept = simulate(policy, stream.keys[row, :length, head, 0], NEW)
         for step in range(NEW):
@@ -113,8 +113,8 @@ def test_heads_share_one_budget(alpha_safeguard, reserve):
     policy = AdaKV(FirstKey(10, sinks=2, compact_every=4, reserve_decode_slots=reserve), alpha_safeguard)
     stream = make_stream()
     stream.keys[:, :, 1, 0] += 3
-    cache, plain = (prefilled(one, stream) for one in (policy, policy.policy))
-    weights = np.asarray(read_weights(cache))
+    (cache, counters), (plain, _) = (prefilled(one, stream) for one in (policy, policy.policy))
+    weights = np.asarray(read_weights(cache, counters))
     for row, length in enumerate(LENGTHS):
         scores = stream.keys[row, :length, :, 0].T.copy()
         scores[:, :2] = np.inf
@@ -137,8 +137,8 @@ def test_a_safeguard_of_one_gives_equal_heads(reserve):
     stream = make_stream()
     runs = []
     for policy in (plain, AdaKV(plain, 1.0)):
-        cache = prefilled(policy, stream)
-        runs.append(go(cache, after(stream, LENGTHS), 2)[1:])
+        cache, counters = prefilled(policy, stream)
+        runs.append(go(cache, counters, after(stream, LENGTHS), 2)[:2])
     for one, other in zip(*runs, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
@@ -162,8 +162,8 @@ def test_kvzip_scores_by_the_attention_of_the_repetition(policy_class, options):
         query_weights, value_norms = rng.exponential(size=queries.shape[:2]), rng.exponential(size=(BATCH, 4, tokens))
         weights = {"query_weights": query_weights, "value_norms": value_norms}
         repeated = dataclasses.replace(repeated, **{key: jnp.asarray(x, jnp.float32) for key, x in weights.items()})
-    cache = kvjax.init(policy, make_spec(), row_keys())
-    cache, _ = kvjax.prefill(cache, keys, values, jnp.asarray(lengths), repeated=repeated)
+    cache, counters = kvjax.init(policy, make_spec(), row_keys())
+    cache, counters, _ = kvjax.prefill(cache, counters, keys, values, jnp.asarray(lengths), repeated=repeated)
     kept = np.asarray(cache.state.values).argmax(-1)
     for (row, length), head in itertools.product(enumerate(lengths), range(2)):
         score = np.zeros(length)
@@ -199,13 +199,13 @@ def best_tokens(scores, policy):
 def prefill_with_scores(policy, scores):
     stream, spec = make_stream(), make_spec(layer=0, layers=1)
     inputs = stream.keys[:, :PROMPT], stream.values[:, :PROMPT], jnp.array(LENGTHS)
-    return kvjax.prefill(kvjax.init(policy, spec, row_keys()), *inputs, predicted_scores=scores)[0]
+    return kvjax.prefill(*kvjax.init(policy, spec, row_keys()), *inputs, predicted_scores=scores)[:2]
 
 
 @pytest.mark.parametrize("reserve", [False, True])
 def test_kvzap_keeps_the_tokens_with_the_highest_predicted_scores(reserve):
     policy, scores = kvjax.KVzap(20, compact_every=4, reserve_decode_slots=reserve), predicted_scores()
-    kept = np.asarray(prefill_with_scores(policy, jnp.asarray(scores)).state.values).argmax(-1)
+    kept = np.asarray(prefill_with_scores(policy, jnp.asarray(scores))[0].state.values).argmax(-1)
     for (row, length), head in itertools.product(enumerate(LENGTHS), range(2)):
         best = best_tokens(scores[row, head, :length], policy)
         assert kept[row, head, : len(best)].tolist() == best
@@ -220,13 +220,14 @@ def test_kvzap_drops_later_tokens_of_low_score(recent, streaming):
     random = np.random.default_rng(4)
     ranks = np.broadcast_to(np.arange(-64.0, 0), (BATCH, 2, 64))  # exact in bfloat16
     scores = random.permuted(ranks, axis=-1).astype(np.float32)
-    cache = kvjax.init(policy, spec, row_keys())
+    cache, counters = kvjax.init(policy, spec, row_keys())
     counts = np.zeros(BATCH, int)
     kept = [[[] for _ in range(2)] for _ in range(BATCH)]
     if not streaming:
         counts[:] = LENGTHS
         prompt = stream.keys[:, :PROMPT], stream.values[:, :PROMPT], jnp.array(LENGTHS)
-        cache, _ = kvjax.prefill(cache, *prompt, predicted_scores=jnp.asarray(scores[:, :, :PROMPT]))
+        prompt_scores = jnp.asarray(scores[:, :, :PROMPT])
+        cache, counters, _ = kvjax.prefill(cache, counters, *prompt, predicted_scores=prompt_scores)
         for row, head in itertools.product(range(BATCH), range(2)):
             rank = scores[row, head, : counts[row]].copy()
             rank[max(counts[row] - recent, 0) :] = 1e3
@@ -236,31 +237,31 @@ def test_kvzap_drops_later_tokens_of_low_score(recent, streaming):
         new = np.array([4, 4 * (block % 2), 3])[:BATCH]
         index = np.minimum(counts[:, None] + np.arange(4), 63)
         keys, values = (np.take_along_axis(x, index[..., None, None], 1) for x in (stream.keys, stream.values))
-        new_scores = np.take_along_axis(scores, index[:, None], 2)
-        cache = kvjax.append(cache, keys, values, jnp.asarray(new), predicted_scores=jnp.asarray(new_scores))
-        cache = kvjax.compact(cache)
+        new_scores = jnp.asarray(np.take_along_axis(scores, index[:, None], 2))
+        staged = kvjax.append(cache, counters, keys, values, jnp.asarray(new), predicted_scores=new_scores)
+        cache, counters = kvjax.compact(*staged)
         counts += new
         for row, head in itertools.product(range(BATCH), range(2)):
             tokens = [*kept[row][head], *range(counts[row] - new[row], counts[row])]
             protected = {*range(2), *range(counts[row] - max(recent, 4), counts[row])}
             rank = [1e3 if token in protected else scores[row, head, token] for token in tokens]
             kept[row][head] = [tokens[i] for i in np.argsort(-np.array(rank), kind="stable")[: policy.budget]]
-            weights = np.asarray(read_weights(cache))[row, head]
+            weights = np.asarray(read_weights(cache, counters))[row, head]
             assert np.flatnonzero(weights > 0.5).tolist() == sorted(kept[row][head])
 
 
 def test_new_tokens_without_predicted_scores_are_refused():
-    stream, cache = make_stream(), kvjax.init(kvjax.KVzap(24), make_spec(layer=0, layers=1), row_keys())
+    stream, state = make_stream(), kvjax.init(kvjax.KVzap(24), make_spec(layer=0, layers=1), row_keys())
     new = stream.keys[:, :1], stream.values[:, :1]
     with pytest.raises(ValueError, match=r"KVzap\(.* requires predicted scores of new tokens; pass predicted_scores"):
-        kvjax.step(cache, stream.queries[:, :1], *new)
+        kvjax.step(*state, stream.queries[:, :1], *new)
     with pytest.raises(ValueError, match=r"predicted_scores have shape \(3, 2, 2\), expected \[B, H_kv, T\] = "):
-        kvjax.append(cache, *new, predicted_scores=jnp.zeros((3, 2, 2)))
+        kvjax.append(*state, *new, predicted_scores=jnp.zeros((3, 2, 2)))
 
 
 def test_heads_have_their_predicted_scores():
     policy, scores = kvjax.KVzap(24, compact_every=4), predicted_scores()
-    cache = prefill_with_scores(kvjax.HeadBudgets(policy, ((0.5, 0.7),)), jnp.asarray(scores))
+    cache, _ = prefill_with_scores(kvjax.HeadBudgets(policy, ((0.5, 0.7),)), jnp.asarray(scores))
     assert cache.policy.requires == policy.requires
     for (one, index), group in zip(cache.policy.groups().items(), cache.state.groups, strict=True):
         kept = np.asarray(group.values).argmax(-1)
@@ -274,7 +275,7 @@ def test_heads_have_their_predicted_scores():
 def test_heads_share_one_budget_by_predicted_scores():
     policy, scores = kvjax.KVzap(12, compact_every=4, reserve_decode_slots=True), predicted_scores()
     scores[:, 0] += 1.5
-    weights = np.asarray(read_weights(prefill_with_scores(AdaKV(policy, 0.0), jnp.asarray(scores))))
+    weights = np.asarray(read_weights(*prefill_with_scores(AdaKV(policy, 0.0), jnp.asarray(scores))))
     for row, length in enumerate(LENGTHS):
         ranked = scores[row, :, :length].copy()
         ranked[:, : policy.sinks] = np.inf
@@ -503,14 +504,14 @@ def test_prompts_without_what_a_policy_requires_are_refused():
 def test_layers_have_their_shares_of_the_budget():
     def slots(policy, kv_dtype=None):
         specs = [make_spec(layer=layer, layers=2, kv_dtype=kv_dtype) for layer in range(2)]
-        return [kvjax.init(policy, spec, row_keys()).state.slots for spec in specs]
+        return [kvjax.init(policy, spec, row_keys())[0].state.slots for spec in specs]
 
     def policy(budget, *shares):
         return kvjax.HeadBudgets(LeverageScores(budget), tuple((share, share) for share in shares))
 
     assert slots(policy(32, 0.75, 1.25), "int8") == [24, 40]
     # A layer has at least the slots of the sinks and of one compaction, and keeps everything in at most one per token.
-    cache = kvjax.init(policy(64, 2.0, 0.0), make_spec(layer=0, layers=2), row_keys())
+    cache, _ = kvjax.init(policy(64, 2.0, 0.0), make_spec(layer=0, layers=2), row_keys())
     assert cache.policy == kvjax.Exact(16)
-    cache = kvjax.init(policy(16 + 8, 2.0, 0.0), make_spec(layer=1, layers=2), row_keys())
+    cache, _ = kvjax.init(policy(16 + 8, 2.0, 0.0), make_spec(layer=1, layers=2), row_keys())
     assert cache.state.slots == 4 + 16

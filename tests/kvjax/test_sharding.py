@@ -61,17 +61,17 @@ def streams():
 @functools.partial(jax.jit, static_argnames=("policy", "mesh"))
 def run(policy, mesh, lengths, new, prompt_keys, prompt_values, prompt_queries, keys, values, queries):
     """Returns the cache and the outputs after a prompt, two blocks of tokens and two compactions."""
-    cache = kvjax.init(policy, SPEC, row_keys(SPEC.batch), mesh)
+    cache, counters = kvjax.init(policy, SPEC, row_keys(SPEC.batch), mesh)
     # The last positions of the array, for all lengths.
     prompt_end = last_queries(cache.policy, prompt_queries, jnp.full(SPEC.batch, prompt_queries.shape[1]))
-    cache, _ = kvjax.prefill(cache, prompt_keys, prompt_values, lengths, prompt_end)
+    cache, counters, _ = kvjax.prefill(cache, counters, prompt_keys, prompt_values, lengths, prompt_end)
     outputs = []
     for begin in (0, 8):
         here = slice(begin, begin + 8)
-        attended, cache = kvjax.step(cache, queries[:, here], keys[:, here], values[:, here], new)
-        cache = kvjax.compact(cache)
-        outputs += [attended, kvjax.normalize(kvjax.attend(cache, queries[:, begin : begin + 1]))]
-    return cache, outputs
+        attended, cache, counters = kvjax.step(cache, counters, queries[:, here], keys[:, here], values[:, here], new)
+        cache, counters = kvjax.compact(cache, counters)
+        outputs += [attended, kvjax.normalize(kvjax.attend(cache, counters, queries[:, begin : begin + 1]))]
+    return (cache, counters), outputs
 
 
 def compare(policy, mesh):
@@ -79,7 +79,7 @@ def compare(policy, mesh):
     sharded = run(policy, mesh, LENGTHS, NEW, *streams())
     for one, other in zip(single[1], sharded[1], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
-    np.testing.assert_array_equal(kvjax.num_tokens(single[0]), kvjax.num_tokens(sharded[0]))
+    np.testing.assert_array_equal(single[0][1].num_tokens, sharded[0][1].num_tokens)
     return single[0], sharded[0]
 
 
@@ -104,12 +104,12 @@ def check_shards(cache, mesh):
 @on_devices
 def test_functions_preserve_the_sharding_of_a_cache_outside_jit():
     mesh = kvjax.make_mesh(SPEC.kv_heads, data=2, tensor=4)
-    cache = kvjax.init(POLICIES["uniform"], SPEC, row_keys(SPEC.batch), mesh)
+    empty = kvjax.init(POLICIES["uniform"], SPEC, row_keys(SPEC.batch), mesh)
     prompt_keys, prompt_values, _, keys, values, queries = streams()
-    prompted, _ = kvjax.prefill(cache, prompt_keys, prompt_values, LENGTHS)
-    appended = kvjax.append(prompted, keys[:, :2], values[:, :2])
-    _, stepped = kvjax.step(appended, queries[:, :1], keys[:, :1], values[:, :1])
-    for one in (cache, prompted, appended, stepped, kvjax.compact(stepped)):
+    *prompted, _ = kvjax.prefill(*empty, prompt_keys, prompt_values, LENGTHS)
+    appended = kvjax.append(*prompted, keys[:, :2], values[:, :2])
+    _, *stepped = kvjax.step(*appended, queries[:, :1], keys[:, :1], values[:, :1])
+    for one in (empty, prompted, appended, stepped, kvjax.compact(*stepped)):
         for leaf, expected in zip(jax.tree.leaves(one), jax.tree.leaves(shardings(one, mesh)), strict=True):
             assert leaf.sharding.is_equivalent_to(expected, leaf.ndim)
 
@@ -123,15 +123,15 @@ def test_a_fault_of_one_head_affects_its_row_on_all_devices():
     broken = prompt_keys.at[1, 3, 2].set(jnp.inf)  # between sinks and recent tokens
     results = []
     for target in (None, mesh):
-        cache = kvjax.init(POLICIES["subgen_mean"], SPEC, row_keys(SPEC.batch), target)
-        cache = jax.jit(lambda cache: kvjax.prefill(cache, broken, prompt_values, LENGTHS)[0])(cache)
-        cache = jax.jit(kvjax.append)(cache, keys[:, :2], values[:, :2], jnp.array([2, 2, 2, 3]))
-        output = kvjax.normalize(jax.jit(kvjax.attend)(cache, queries[:, :1]))
+        empty = kvjax.init(POLICIES["subgen_mean"], SPEC, row_keys(SPEC.batch), target)
+        prompted = jax.jit(lambda *state: kvjax.prefill(*state, broken, prompt_values, LENGTHS)[:2])(*empty)
+        cache, counters = jax.jit(kvjax.append)(*prompted, keys[:, :2], values[:, :2], jnp.array([2, 2, 2, 3]))
+        output = kvjax.normalize(jax.jit(kvjax.attend)(cache, counters, queries[:, :1]))
         np.testing.assert_array_equal(np.isnan(output).any((1, 2, 3)), [False, True, False, True])
         np.testing.assert_array_equal(np.isnan(output).all((1, 2, 3)), [False, True, False, True])
         with pytest.raises(ValueError, match=r"keys that are not finite.*overflow=\[0, 0, 0, 1\]"):
-            kvjax.raise_faults(cache)
-        results.append((cache.policy_faults, cache.counters.overflow))
+            kvjax.raise_faults((cache, counters))
+        results.append((cache.policy_faults, counters.overflow))
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -149,25 +149,25 @@ def test_every_policy_equals_one_device_and_is_sharded(name, sequence):
 
 
 def collectives_of(name, mesh, longest, function):
-    """Returns kinds and bytes of the collectives of a function of a cache for prompts of up to `longest` tokens."""
+    """Returns kinds and bytes of a function's collectives for a cache of prompts of up to `longest` tokens."""
     spec = dataclasses.replace(SPEC, max_prompt_tokens=longest)
-    cache = jax.eval_shape(lambda keys: kvjax.init(POLICIES[name], spec, keys, mesh), row_keys(SPEC.batch))
-    cache = jax.tree.map(
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), cache, shardings(cache, mesh)
+    state = jax.eval_shape(lambda keys: kvjax.init(POLICIES[name], spec, keys, mesh), row_keys(SPEC.batch))
+    state = jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), state, shardings(state, mesh)
     )
     place = jax.NamedSharding(mesh, jax.P("data", None, "tensor"))
     shapes = [(4, 1, heads, SPEC.head_dim) for heads in (8, 4, 4)]
     tokens = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place) for shape in shapes]
-    text = jax.jit(function, donate_argnums=0).lower(cache, *tokens).compile().as_text()
+    text = jax.jit(function, donate_argnums=(0, 1)).lower(*state, *tokens).compile().as_text()
     return sorted((one.kind, one.bytes) for one in collectives(text))
 
 
-def one_step(cache, query, keys, values):
-    return kvjax.step(cache, query, keys, values, compact_when_full=False)
+def one_step(cache, counters, query, keys, values):
+    return kvjax.step(cache, counters, query, keys, values, compact_when_full=False)
 
 
-def one_compaction(cache, query, keys, values):
-    return kvjax.compact(cache)
+def one_compaction(cache, counters, query, keys, values):
+    return kvjax.compact(cache, counters)
 
 
 @on_devices
@@ -177,7 +177,7 @@ def test_a_decode_step_exchanges_no_keys_or_values(name):
     sharded_heads = kvjax.make_mesh(SPEC.kv_heads, data=2, tensor=4)
     kinds = [kind for kind, _ in collectives_of(name, sharded_heads, 160, one_step)]
     assert kinds == ["all-reduce"] * (name == "infinigen")
-    cache = kvjax.init(POLICIES[name], SPEC, row_keys(SPEC.batch))
+    cache, _ = kvjax.init(POLICIES[name], SPEC, row_keys(SPEC.batch))
     counted = count_row_faults(cache.state) is not None
     # Faults of the policy, and tokens that are not finite.
     numbers_per_row = [("all-reduce", SPEC.batch // 2 * 4 * (1 + counted))]
@@ -257,10 +257,10 @@ def test_the_only_head_of_a_device_has_an_unshared_budget():
 
 @functools.partial(jax.jit, static_argnames=("policy", "mesh"))
 def freeze_texts(policy, mesh, lengths, prompt_keys, prompt_values, prompt_queries):
-    """Returns the cache of two texts, which has no capacity for further tokens."""
-    cache = kvjax.init(policy, dataclasses.replace(SPEC, batch=2, max_new_tokens=0), row_keys(2), mesh)
+    """Returns the cache of two texts and its counters, which has no capacity for further tokens."""
+    cache, counters = kvjax.init(policy, dataclasses.replace(SPEC, batch=2, max_new_tokens=0), row_keys(2), mesh)
     prompt_end = last_queries(cache.policy, prompt_queries, jnp.full(2, prompt_queries.shape[1]))
-    return kvjax.prefill(cache, prompt_keys, prompt_values, lengths, prompt_end)[0]
+    return kvjax.prefill(cache, counters, prompt_keys, prompt_values, lengths, prompt_end)[:2]
 
 
 @on_devices
@@ -273,12 +273,12 @@ def test_rows_of_frozen_texts(name):
     @functools.partial(jax.jit, static_argnames=("mesh",))
     def run(mesh, text):
         tail = kvjax.init(kvjax.Exact(), dataclasses.replace(SPEC, max_prompt_tokens=1), row_keys(SPEC.batch), mesh)
-        return kvjax.step(tail, queries[:, :8], keys[:, :8], values[:, :8], NEW, text=text)[0]
+        return kvjax.step(*tail, queries[:, :8], keys[:, :8], values[:, :8], NEW, text=text)[0]
 
     outputs = []
     for mesh in (None, kvjax.make_mesh(SPEC.kv_heads, data=2, tensor=4)):
         prompts = (prompt_keys[:2], prompt_values[:2], prompt_queries[:2])
-        text = kvjax.freeze(freeze_texts(POLICIES[name], mesh, LENGTHS[:2], *prompts))
+        text = kvjax.freeze(*freeze_texts(POLICIES[name], mesh, LENGTHS[:2], *prompts))
         outputs.append(np.asarray(run(mesh, text)))
     present = np.arange(8) < np.asarray(NEW)[:, None]
     np.testing.assert_allclose(outputs[0][present], outputs[1][present], atol=1e-5)

@@ -156,6 +156,6 @@ def test_staging_and_compaction_equal_list_operations(sinks, recent, history):
 
 @pytest.mark.parametrize("new, compact_every, slots", [(5, 64, 5), (64, 5, 5), (64, 64, 64)])
 def test_a_staging_buffer_takes_at_most_max_new_tokens(new, compact_every, slots):
-    cache = kvjax.init(kvjax.Uniform(20, 2, 6, compact_every), make_spec(new=new), row_keys())
-    assert cache.counters.slots == cache.spec.staging_slots == slots
+    cache, counters = kvjax.init(kvjax.Uniform(20, 2, 6, compact_every), make_spec(new=new), row_keys())
+    assert counters.slots == cache.spec.staging_slots == slots
     assert cache.staging.keys.shape[2] == -(-slots // 8) * 8

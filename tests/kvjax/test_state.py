@@ -34,10 +34,11 @@ def prefilled(name, seed=0, keys_seed=0):
     return begin(POLICIES[name], make_spec(), keys, *prompt_of(stream, LENGTHS), LENGTHS), stream
 
 
-def decoded(cache, stream, rows, first=0):
-    """Decodes eight tokens of some rows of the stream; returns the cache and the outputs."""
+def decoded(state, stream, rows, first=0):
+    """Decodes eight tokens of some rows of the stream; returns the outputs, and the cache with its counters."""
     tokens = jax.tree.map(lambda part: part[np.asarray(rows)], after(stream, LENGTHS, 8, first))
-    return go(cache, tokens)[:2]
+    outputs, _, *state = go(*state, tokens)
+    return outputs, tuple(state)
 
 
 def axes(tree):
@@ -50,13 +51,13 @@ def is_names(node):
 
 @every_policy
 def test_every_array_names_its_axes(name):
-    cache = kvjax.init(POLICIES[name], make_spec(), row_keys())
-    names = axes(cache)
+    state = kvjax.init(POLICIES[name], make_spec(), row_keys())
+    names, counters = axes(state)
     assert names.staging.keys == ("B", "H_kv", "S", "D") and names.staging.values == ("B", "H_kv", "S", "D_v")
-    assert names.counters.offset == () and names.counters.present == ("B", "P")
-    assert names.counters.count == names.counters.past == names.reused == names.policy_faults == ("B",)
+    assert counters.offset == () and counters.present == ("B", "P")
+    assert counters.count == counters.past == names.reused == names.policy_faults == ("B",)
     sizes = {"B": len(LENGTHS), "H_kv": 2, "H_q": 4}
-    for leaf, named in zip(jax.tree.leaves(cache), jax.tree.leaves(names, is_leaf=is_names), strict=True):
+    for leaf, named in zip(jax.tree.leaves(state), jax.tree.leaves((names, counters), is_leaf=is_names), strict=True):
         assert leaf.ndim == len(named)
         for axis, size in zip(named, leaf.shape, strict=True):
             assert size == sizes.get(axis, size)
@@ -64,29 +65,29 @@ def test_every_array_names_its_axes(name):
 
 @few_policies
 def test_taken_rows_continue_as_in_their_batch(name):
-    cache, stream = prefilled(name)
-    cache, _ = decoded(cache, stream, [0, 1, 2])
+    state, stream = prefilled(name)
+    _, state = decoded(state, stream, [0, 1, 2])
     order = [2, 0, 0]
-    _, expected = decoded(cache, stream, [0, 1, 2], first=8)
-    _, selected = decoded(kvjax.take_rows(cache, jnp.array(order)), stream, order, first=8)
+    expected, _ = decoded(state, stream, [0, 1, 2], first=8)
+    selected, _ = decoded(kvjax.take_rows(state, jnp.array(order)), stream, order, first=8)
     np.testing.assert_allclose(selected, expected[np.array(order)], rtol=1e-5, atol=1e-5)
-    some = kvjax.take_rows(cache, jnp.array([2, 1]))
-    _, repeated = decoded(kvjax.repeat_rows(some, 2), stream, [2, 2, 1, 1], first=8)
+    some = kvjax.take_rows(state, jnp.array([2, 1]))
+    repeated, _ = decoded(kvjax.repeat_rows(some, 2), stream, [2, 2, 1, 1], first=8)
     np.testing.assert_allclose(repeated, expected[[2, 2, 1, 1]], rtol=1e-5, atol=1e-5)
 
 
 @every_policy
 def test_inserted_rows_continue_as_in_their_cache(name):
-    cache, stream = prefilled(name)
-    cache, _ = decoded(cache, stream, [0, 1, 2])
+    state, stream = prefilled(name)
+    _, state = decoded(state, stream, [0, 1, 2])
     # Another request with another stream and other randomness, before its first decode step.
     other, other_stream = prefilled(name, seed=1, keys_seed=1)
-    merged = kvjax.insert_rows(cache, kvjax.take_rows(other, jnp.array([1, 0])), jnp.array([2, 0]))
+    merged = kvjax.insert_rows(state, kvjax.take_rows(other, jnp.array([1, 0])), jnp.array([2, 0]))
     here, there = after(stream, LENGTHS, 8, 8), after(other_stream, LENGTHS, 8)
     tokens = jax.tree.map(lambda a, b: np.stack([b[0], a[1], b[1]]), here, there)
-    _, outputs, _ = go(merged, tokens)
-    _, expected = decoded(cache, stream, [0, 1, 2], first=8)
-    _, other_expected = decoded(other, other_stream, [0, 1, 2])
+    outputs, *_ = go(*merged, tokens)
+    expected, _ = decoded(state, stream, [0, 1, 2], first=8)
+    other_expected, _ = decoded(other, other_stream, [0, 1, 2])
     wanted = np.stack([other_expected[0], expected[1], other_expected[1]])
     np.testing.assert_allclose(outputs, wanted, rtol=1e-5, atol=1e-5)
 
@@ -96,29 +97,29 @@ BY_HEAD = kvjax.ByHead((POLICIES["streaming_llm"], POLICIES["exact"]))
 
 @pytest.mark.parametrize("policy, kv_dtype", [(BY_HEAD, None), (POLICIES["chelsea"], "int8")])
 def test_rows_can_be_taken_and_put_back(policy, kv_dtype):
-    cache = begin(policy, make_spec(kv_dtype=kv_dtype), row_keys(), *prompt_of(make_stream(), LENGTHS), LENGTHS)
-    back = kvjax.take_rows(kvjax.take_rows(cache, jnp.array([2, 0, 1])), jnp.array([1, 2, 0]))
-    chex.assert_trees_all_equal(with_integer_keys(back), with_integer_keys(cache))
+    state = begin(policy, make_spec(kv_dtype=kv_dtype), row_keys(), *prompt_of(make_stream(), LENGTHS), LENGTHS)
+    back = kvjax.take_rows(kvjax.take_rows(state, jnp.array([2, 0, 1])), jnp.array([1, 2, 0]))
+    chex.assert_trees_all_equal(with_integer_keys(back), with_integer_keys(state))
 
 
 @every_policy
 def test_a_fork_shares_no_buffer_with_its_origin(name):
     # Donating one of them must not delete a buffer of the other.
-    cache, _ = prefilled(name)
+    state, _ = prefilled(name)
     first = jnp.array([0])
-    forks = [kvjax.take_rows(cache, first), kvjax.insert_rows(cache, kvjax.take_rows(cache, first), first)]
-    jax.jit(lambda cache: cache, donate_argnums=0)(cache)
+    forks = [kvjax.take_rows(state, first), kvjax.insert_rows(state, kvjax.take_rows(state, first), first)]
+    jax.jit(lambda state: state, donate_argnums=0)(state)
     for leaf in jax.tree.leaves(forks):
         assert not leaf.is_deleted()
 
 
 def test_rows_with_another_staging_offset_are_not_inserted():
-    cache, stream = prefilled("exact")
-    further = kvjax.append(cache, *after(stream, LENGTHS, 3)[:2])
+    state, stream = prefilled("exact")
+    further = kvjax.append(*state, *after(stream, LENGTHS, 3)[:2])
     with pytest.raises(ValueError, match=r"'offset' is 0 in one state and 3 in the other; compact both"):
-        kvjax.insert_rows(cache, further, jnp.arange(3))
-    inserted = kvjax.insert_rows(cache, kvjax.compact(further), jnp.arange(3))
-    chex.assert_trees_all_equal(kvjax.num_tokens(inserted), jnp.array(LENGTHS) + 3)
+        kvjax.insert_rows(state, further, jnp.arange(3))
+    _, counters = kvjax.insert_rows(state, kvjax.compact(*further), jnp.arange(3))
+    chex.assert_trees_all_equal(counters.num_tokens, jnp.array(LENGTHS) + 3)
 
 
 def test_an_append_only_store_counts_tokens_beyond_its_capacity():
@@ -146,9 +147,9 @@ def test_values_that_are_not_states_are_refused():
 
 
 def test_states_may_be_nested_in_lists_and_dicts():
-    cache, _ = prefilled("exact")
-    selected = kvjax.take_rows({"layers": [cache, cache]}, jnp.array([1]))
-    np.testing.assert_array_equal(kvjax.num_tokens(selected["layers"][1]), [LENGTHS[1]])
+    state, _ = prefilled("exact")
+    selected = kvjax.take_rows({"layers": [state, state]}, jnp.array([1]))
+    np.testing.assert_array_equal(selected["layers"][1][1].num_tokens, [LENGTHS[1]])
 
 
 SPEC = {"batch": 1, "query_heads": 4, "kv_heads": 2, "head_dim": 8, "max_prompt_tokens": 8, "max_new_tokens": 8}
@@ -199,7 +200,7 @@ def test_full_cache_bytes_are_keys_and_values_of_the_tokens():
 
 def test_rows_out_of_range_are_refused():
     spec = kvjax.CacheSpec(batch=2, query_heads=2, kv_heads=1, head_dim=4, max_prompt_tokens=4, max_new_tokens=4)
-    cache = kvjax.init(kvjax.Exact(compact_every=4), spec, row_keys(2))
+    cache, _ = kvjax.init(kvjax.Exact(compact_every=4), spec, row_keys(2))
     for rows in ([2], [-1, 0]):
         with pytest.raises(ValueError, match=r"must be in \[0, 2\)"):
             kvjax.take_rows(cache, jnp.array(rows))
@@ -234,7 +235,7 @@ def test_stacked_states_have_leading_axes():
 
 
 def test_a_cache_is_described_in_three_lines_also_without_arrays():
-    cache, texts = kvjax.init(kvjax.Exact(), make_spec(kv_dtype="int4"), row_keys()), []
+    (cache, _), texts = kvjax.init(kvjax.Exact(), make_spec(kv_dtype="int4"), row_keys()), []
     jax.jit(lambda cache: texts.append(repr(cache)))(cache)
     assert texts == [repr(cache)] == [repr(jax.eval_shape(lambda: cache))]
     assert texts[0].count("\n") == 2 and texts[0].startswith(f"Cache({cache.policy}") and "Array" not in texts[0]

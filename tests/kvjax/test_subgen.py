@@ -149,7 +149,7 @@ def test_prompts_of_several_blocks_are_clustered_completely(monkeypatch):
 )
 def test_a_budget_is_divided_and_never_exceeded(options, sizes):
     policy = kvjax.SubGen(40, sinks=2, recent=8, **options)
-    state = abstract_cache(policy, make_spec()).state
+    state = abstract_cache(policy, make_spec())[0].state
     samples, table = state.streams.reservoir.samples, state.streams.table
     assert (state.window.selected, samples, table.clusters, table.samples.shape[3]) == sizes
 
@@ -183,7 +183,7 @@ def test_settings_make_the_policy():
     settings = subgen_settings(0.9, tokens=5000, head_dim=HEAD_DIM, query_norm=4.0, delta=0.5)
     assert isinstance(settings, SubGenSettings)
     policy = settings.policy(clusters=3, sinks=1, recent=2, compact_every=8)
-    streams = abstract_cache(policy, make_spec()).state.streams
+    streams = abstract_cache(policy, make_spec())[0].state.streams
     assert streams.reservoir.samples == settings.samples
     assert (streams.table.clusters, streams.table.samples.shape[3]) == (3, settings.per_cluster)
     assert float(policy.init(make_spec(), row_keys()).streams.table.delta[0, 0]) == 0.5

@@ -134,12 +134,12 @@ def test_a_cache_needs_a_typed_key_per_row(make_keys):
 
 def test_equal_policies_share_compiled_programs():
     chex.clear_trace_counter()
-    step = jax.jit(chex.assert_max_traces(lambda cache, *new: kvjax.step(cache, *new), n=1))
+    step = jax.jit(chex.assert_max_traces(lambda *arguments: kvjax.step(*arguments), n=1))
     make = jax.jit(chex.assert_max_traces(kvjax.init, n=1), static_argnums=(0, 1))
     token, query = jnp.zeros((3, 1, 2, 64)), jnp.zeros((3, 1, 4, 64))
     for seed in range(3):
-        cache = make(kvjax.Uniform(20, **WINDOW), make_spec(), row_keys(seed=seed))
-        _, cache = step(cache, query, token, token)
+        cache, counters = make(kvjax.Uniform(20, **WINDOW), make_spec(), row_keys(seed=seed))
+        _, cache, counters = step(cache, counters, query, token, token)
     assert make._cache_size() == step._cache_size() == 1
 
 
@@ -147,7 +147,7 @@ def test_layers_and_batch_sizes_share_one_structure():
     spec = make_spec()
     structure = jax.tree.structure(kvjax.init(POLICIES["uniform"], spec, row_keys()))
     layers = [kvjax.init(POLICIES["uniform"], make_spec(layer=layer, layers=3), row_keys()) for layer in range(3)]
-    assert {jax.tree.structure(cache) for cache in layers} == {structure}
+    assert {jax.tree.structure(layer) for layer in layers} == {structure}
     single = kvjax.init(POLICIES["uniform"], make_spec(batch=1), row_keys(1))
     assert jax.tree.structure(single) == structure
 
@@ -165,7 +165,7 @@ def test_rows_of_another_spec_are_not_inserted(change):
 def test_rows_of_another_policy_are_not_inserted(other, under_jit):
     # The states have equal slots and field names.
     policy = POLICIES["uniform"]
-    one, two = (kvjax.init(policy, make_spec(), row_keys()) for policy in (policy, other))
+    one, two = (kvjax.init(policy, make_spec(), row_keys())[0] for policy in (policy, other))
     insert = jax.jit(kvjax.insert_rows) if under_jit else kvjax.insert_rows
     values = f"policy is {re.escape(repr(policy))} in one and {re.escape(repr(other))} in the other"
     for caches, message in (

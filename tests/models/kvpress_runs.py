@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax.cache import split_counters
 from kvjax.combinators.ada_kv import AdaKV, AdaKVState
 from kvjax.methods.top_k.kvgrad import KVgrad
 from kvjax.methods.top_k.kvzip import KVzip
@@ -199,9 +198,8 @@ def kvjax_mask(policy: Policy, directory: pathlib.Path, tokens: np.ndarray) -> n
     )
     masks = []
     for spec, layer in zip(specs, layers, strict=True):
-        cache = kvjax.init(policy, spec, jax.random.split(jax.random.key(0), batch))
-        layer_cache, counters = split_counters(cache)
-        cache, *_ = prefill.compress_layer(jax.tree.map(jnp.copy, layer_cache), counters, layer, lengths)
+        empty, counters = kvjax.init(policy, spec, jax.random.split(jax.random.key(0), batch))
+        cache, *_ = prefill.compress_layer(jax.tree.map(jnp.copy, empty), counters, layer, lengths)
         store = getattr(cache.state, "window", getattr(cache.state, "pool", cache.state))
         keys = np.asarray(store.keys)
         if isinstance(cache.state, AdaKVState):

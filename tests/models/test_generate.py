@@ -209,7 +209,7 @@ def test_each_row_finishes_at_its_end_of_text_token(min_layers, monkeypatch):
     assert rows == [row[:end] for row, end in zip(unlimited, ends, strict=True)]
     expected = [len(prompt) + end for prompt, end in zip(PROMPTS, ends, strict=True)]
     np.testing.assert_array_equal(state.positions, expected)
-    np.testing.assert_array_equal(state.counters.total, expected)
+    np.testing.assert_array_equal(state.counters.num_tokens, expected)
     np.testing.assert_array_equal(state.done, np.array(ends) < 40)
     assert generator.block_size == PERIOD
 

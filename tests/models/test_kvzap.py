@@ -153,9 +153,9 @@ def test_generators_without_a_scorer_are_refused():
         make_generator(scorer=None)
     with pytest.raises(ValueError, match=r"scorer has shape \(2, 34, 2\), expected \[L, W\+2, H_kv\] = \(3, 34, 2\)"):
         make_generator(scorer=scorer()[:2])
-    cache = kvjax.init(POLICY, make_generator().specs[0], jax.random.split(jax.random.key(0), 3))
+    empty = kvjax.init(POLICY, make_generator().specs[0], jax.random.split(jax.random.key(0), 3))
     with pytest.raises(ValueError, match="KVzap needs predicted scores of the prompt's tokens, which adapters do not"):
-        adapter_layers.prefill(cache, *[jnp.ones((3, 8, heads, 16)) for heads in (4, 2, 2)], jnp.array([8, 8, 8]))
+        adapter_layers.prefill(*empty, *[jnp.ones((3, 8, heads, 16)) for heads in (4, 2, 2)], jnp.array([8, 8, 8]))
 
 
 def test_one_prefill_for_several_policies():

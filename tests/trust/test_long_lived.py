@@ -43,10 +43,10 @@ def make_block(rng, tokens):
     return {name: jnp.asarray(rng.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
 
 
-def prefill_cache(policy, rng, prefill=kvjax.prefill):
+def prefill_state(policy, rng, prefill=kvjax.prefill):
     prompt = make_block(rng, 32)
-    cache = kvjax.init(policy, SPEC, jax.random.split(jax.random.key(0), 2))
-    return prefill(cache, prompt["keys"], prompt["values"], jnp.array([32, 20]))[0]
+    empty = kvjax.init(policy, SPEC, jax.random.split(jax.random.key(0), 2))
+    return prefill(*empty, prompt["keys"], prompt["values"], jnp.array([32, 20]))[:2]
 
 
 @pytest.mark.parametrize(
@@ -62,11 +62,11 @@ def test_a_loop_without_jit_compiles_nothing_twice(make_policy, num_compiled):
     """Also not for compactions, and for equal policies."""
     rng, counts = np.random.default_rng(0), []
     for _ in range(2):
-        cache = prefill_cache(make_policy(), rng)
+        cache, counters = prefill_state(make_policy(), rng)
         for _ in range(40):
-            _, cache = kvjax.step(cache, **make_block(rng, 1))
+            _, cache, counters = kvjax.step(cache, counters, **make_block(rng, 1))
             counts.append(num_compiled())
-        kvjax.raise_faults(cache)
+        kvjax.raise_faults((cache, counters))
     assert len(set(counts[9:])) == 1, counts
 
 
@@ -75,9 +75,9 @@ def test_outputs_are_equal_with_and_without_jit():
     outputs = []
     for prefill, step in ((kvjax.prefill, kvjax.step), (jax.jit(kvjax.prefill), jax.jit(kvjax.step))):
         rng = np.random.default_rng(1)
-        cache = prefill_cache(kvjax.Uniform(16, **WINDOW), rng, prefill)
+        cache, counters = prefill_state(kvjax.Uniform(16, **WINDOW), rng, prefill)
         for _ in range(6):
-            output, cache = step(cache, **make_block(rng, 3))
+            output, cache, counters = step(cache, counters, **make_block(rng, 3))
         outputs.append(output)
     np.testing.assert_allclose(*outputs, rtol=1e-6, atol=1e-6)
 

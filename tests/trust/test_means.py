@@ -39,19 +39,19 @@ def attend_uniformly(policy, kv_dtype, dtype, tokens):
     """Returns the output of a zero query after a stream, and its exact value, the mean of all values."""
     keys, values = (jnp.asarray(x, dtype) for x in make_stream(tokens))
     spec = make_spec(batch=1, max_prompt_tokens=1, max_new_tokens=tokens, dtype=dtype, kv_dtype=kv_dtype)
-    cache = kvjax.init(policy, spec, jax.random.split(jax.random.key(0), 1))
+    empty = kvjax.init(policy, spec, jax.random.split(jax.random.key(0), 1))
 
     @jax.jit
-    def append_stream(cache, keys, values):
-        def append_block(cache, block):
-            return kvjax.compact(kvjax.append(cache, *block)), None
+    def append_stream(state, keys, values):
+        def append_block(state, block):
+            return kvjax.compact(*kvjax.append(*state, *block)), None
 
         blocks = [x.reshape(-1, 1, EVERY, HEADS, DIM) for x in (keys, values)]
-        return jax.lax.scan(append_block, cache, tuple(blocks))[0]
+        return jax.lax.scan(append_block, state, tuple(blocks))[0]
 
-    cache = append_stream(cache, keys, values)
-    kvjax.raise_faults(cache)
-    output = kvjax.normalize(kvjax.attend(cache, jnp.zeros((1, 1, HEADS, DIM), dtype)))[0, 0]
+    cache, counters = append_stream(empty, keys, values)
+    kvjax.raise_faults((cache, counters))
+    output = kvjax.normalize(kvjax.attend(cache, counters, jnp.zeros((1, 1, HEADS, DIM), dtype)))[0, 0]
     return np.asarray(output), np.asarray(values.astype(jnp.float32)).astype(np.float64).mean((0, 1))
 
 
@@ -70,10 +70,10 @@ def test_a_row_without_new_tokens_does_not_change(name):
     """In int8, where every compaction stores means again."""
     rng = np.random.default_rng(1)
     spec = make_spec(batch=2, max_prompt_tokens=512, max_new_tokens=EVERY, kv_dtype="int8")
-    cache = kvjax.init(POLICIES[name], spec, jax.random.split(jax.random.key(0), 2))
+    cache, counters = kvjax.init(POLICIES[name], spec, jax.random.split(jax.random.key(0), 2))
     keys, values = (jnp.asarray(rng.normal(size=(2, 512, HEADS, DIM)), jnp.float32) for _ in range(2))
-    cache, _ = kvjax.prefill(cache, keys, values, jnp.array([512, 400]))
-    new = kvjax.compact(kvjax.append(cache, keys[:, :40], values[:, :40], jnp.array([0, 40])))
+    cache, counters, _ = kvjax.prefill(cache, counters, keys, values, jnp.array([512, 400]))
+    new, _ = kvjax.compact(*kvjax.append(cache, counters, keys[:, :40], values[:, :40], jnp.array([0, 40])))
     finished, other = ([kvjax.take_rows(x.state, jnp.array([row])) for x in (cache, new)] for row in range(2))
     jax.tree.map(lambda one, two: np.testing.assert_array_equal(key_data(one), key_data(two)), *finished)
     assert any(np.any(key_data(one) != key_data(two)) for one, two in zip(*map(jax.tree.leaves, other), strict=True))

@@ -35,13 +35,13 @@ def make_generator(policy=None, **options):
     return Generator(make_model(), policy or kvjax.Exact(compact_every=4), **sizes | options)
 
 
-def exact_cache(batch=BATCH):
+def exact_state(batch=BATCH):
+    """Returns an empty cache and its counters."""
     return kvjax.init(kvjax.Exact(compact_every=8), make_spec(batch=batch), jax.random.split(jax.random.key(0), batch))
 
 
-def with_overflow(cache, overflow):
-    counters = dataclasses.replace(cache.counters, overflow=jnp.array([overflow], jnp.int32))
-    return dataclasses.replace(cache, counters=counters)
+def with_overflow(counters, overflow):
+    return dataclasses.replace(counters, overflow=jnp.array([overflow], jnp.int32))
 
 
 # --- Padding ---
@@ -58,16 +58,16 @@ def make_blocks(seed=0, tokens=40):
 
 @functools.partial(jax.jit, static_argnames=("policy", "spec"))
 def run_policy(policy, spec, keys, queries, values, lengths, blocks, counts, last_query):
-    """Returns the outputs of every block and of a last query, and the cache."""
-    cache = kvjax.init(policy, spec, jax.random.split(jax.random.key(1), spec.batch))
+    """Returns the outputs of every block and of a last query, and the cache with its counters."""
+    cache, counters = kvjax.init(policy, spec, jax.random.split(jax.random.key(1), spec.batch))
     prompt_queries = kvjax.prompt_queries(cache.policy, queries)
-    cache, _ = kvjax.prefill(cache, keys, values, lengths, queries=prompt_queries)
+    cache, counters, _ = kvjax.prefill(cache, counters, keys, values, lengths, queries=prompt_queries)
     outputs = []
     for block, count in zip(blocks, counts, strict=True):
-        output, cache = kvjax.step(cache, *block, count)
+        output, cache, counters = kvjax.step(cache, counters, *block, count)
         outputs.append(output)
-        cache = kvjax.compact(cache)
-    return outputs, kvjax.normalize(kvjax.attend(cache, last_query)), cache
+        cache, counters = kvjax.compact(cache, counters)
+    return outputs, kvjax.normalize(kvjax.attend(cache, counters, last_query)), (cache, counters)
 
 
 @pytest.mark.parametrize("name", each(POLICIES, quick=["uniform", "snapkv"]))
@@ -90,8 +90,8 @@ def test_padding_has_no_effect(name):
     expected, expected_last, _ = run(0.0)
     assert np.isfinite(expected_last).all()
     for padding in (np.nan, np.inf, 3e38):
-        outputs, last, cache = run(padding)
-        kvjax.raise_faults(cache)
+        outputs, last, state = run(padding)
+        kvjax.raise_faults(state)
         for output, expected_output, mask in zip(outputs, expected, block_masks, strict=True):
             np.testing.assert_array_equal(np.asarray(output)[mask], np.asarray(expected_output)[mask])
         np.testing.assert_array_equal(last, expected_last)
@@ -107,15 +107,17 @@ CONTEXTS = [
 
 
 def run_eagerly(policy):
-    """Calls every function of a cache without jit; returns outputs, numbers of tokens, read bytes and the cache."""
+    """Calls every function of a cache without jit; returns outputs, numbers of tokens, read bytes and the state."""
     (queries, keys, values), block, _ = make_blocks()
-    cache = kvjax.init(policy, make_spec(), jax.random.split(jax.random.key(1), BATCH))
-    cache, _ = kvjax.prefill(cache, keys, values, np.array(LENGTHS), kvjax.prompt_queries(cache.policy, queries))
-    output, cache = kvjax.step(cache, *block, np.array([8, 0, 3]))
-    cache = kvjax.insert_rows(kvjax.compact(cache), kvjax.compact(kvjax.take_rows(cache, [1])), [0])
-    partials = kvjax.attend(kvjax.append(cache, *block[1:]), block[0])
-    kvjax.raise_faults(cache)
-    return [output, kvjax.normalize(partials)], kvjax.num_tokens(cache), kvjax.read_bytes(cache), cache
+    cache, counters = kvjax.init(policy, make_spec(), jax.random.split(jax.random.key(1), BATCH))
+    prompt = keys, values, np.array(LENGTHS), kvjax.prompt_queries(cache.policy, queries)
+    *state, _ = kvjax.prefill(cache, counters, *prompt)
+    output, *state = kvjax.step(*state, *block, np.array([8, 0, 3]))
+    state = kvjax.insert_rows(kvjax.compact(*state), kvjax.compact(*kvjax.take_rows(state, [1])), [0])
+    partials = kvjax.attend(*kvjax.append(*state, *block[1:]), block[0])
+    kvjax.raise_faults(state)
+    cache, counters = state
+    return [output, kvjax.normalize(partials)], counters.num_tokens, kvjax.read_bytes(cache), state
 
 
 @pytest.mark.parametrize("name", each(POLICIES, quick=["uniform"]))
@@ -129,12 +131,12 @@ def test_flags_of_jax_have_no_effect(name):
         jitted = jax.tree.map(np.asarray, run_policy(POLICIES[name], make_spec(), *arrays)[:2])
         return jitted, *run_eagerly(POLICIES[name])
 
-    *expected, expected_cache = run()
+    *expected, expected_state = run()
     for number, context in enumerate(CONTEXTS):
         with context():
-            *outputs, cache = run()
+            *outputs, state = run()
         jax.tree.map(np.testing.assert_array_equal, outputs, expected)
-        assert jax.tree.map(lambda x: x.dtype, cache) == jax.tree.map(lambda x: x.dtype, expected_cache), number
+        assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, expected_state), number
 
 
 # --- Sizes and counters ---
@@ -154,19 +156,20 @@ append = jax.jit(kvjax.append)
 @settings(max_examples=40, deadline=None)
 @given(st.integers(-(2**31), 2**31 - 1), st.integers(0, 2**31 - 1))
 def test_overflow_counters_never_wrap_to_zero(length, overflow):
-    cache, keys = with_overflow(exact_cache(1), overflow), jnp.zeros((1, 8, 2, HEAD_DIM))
+    (cache, counters), keys = exact_state(1), jnp.zeros((1, 8, 2, HEAD_DIM))
+    counters = with_overflow(counters, overflow)
     for _ in range(2):
-        cache = append(cache, keys, keys, jnp.array([length], jnp.int32))
+        cache, counters = append(cache, counters, keys, keys, jnp.array([length], jnp.int32))
     is_valid = overflow == 0 and length == 0  # any other second block overflows
-    assert bool((np.asarray(cache.counters.overflow) == 0).all()) == is_valid
+    assert bool((np.asarray(counters.overflow) == 0).all()) == is_valid
     if not is_valid:
         with pytest.raises(ValueError, match="overflow="):
-            kvjax.raise_faults(cache)
+            kvjax.raise_faults((cache, counters))
 
 
 def test_faults_of_two_rows_do_not_cancel():
     with pytest.raises(ValueError, match="reused="):
-        kvjax.raise_faults(dataclasses.replace(exact_cache(2), reused=jnp.array([1, -1])))
+        kvjax.raise_faults(dataclasses.replace(exact_state(2)[0], reused=jnp.array([1, -1])))
 
 
 # --- Settings of policies ---
@@ -229,7 +232,7 @@ def test_rows_of_another_policy_or_spec_are_refused():
     }
 
     def abstract(policy, spec):
-        return jax.eval_shape(functools.partial(kvjax.init, policy, spec), keys)
+        return jax.eval_shape(functools.partial(kvjax.init, policy, spec), keys)[0]
 
     caches = [abstract(policy, make_spec()) for policy in (POLICIES | others).values()]
     caches += [abstract(POLICIES["knorm"], make_spec(kv_dtype=kv_dtype)) for kv_dtype in ("int8", "int4")]
@@ -271,26 +274,26 @@ def test_invalid_arrays(name):
     calls.append((kvjax.attend, [queries]) if index == 0 else (kvjax.append, arguments[1:]))
     for function, of_function in calls:
         with pytest.raises(error, match=message):
-            function(exact_cache(), *of_function)
+            function(*exact_state(), *of_function)
 
 
 def test_attention_needs_a_query():
     with pytest.raises(ValueError, match=r"queries have shape .* expected"):
-        kvjax.attend(exact_cache(), jnp.zeros((BATCH, 0, 4, HEAD_DIM)))
+        kvjax.attend(*exact_state(), jnp.zeros((BATCH, 0, 4, HEAD_DIM)))
 
 
 @pytest.mark.parametrize("rows", [np.array([True, False, True]), 1, [[1], [0]], [1.0], [], None, "1"])
 def test_invalid_rows(rows):
-    cache = exact_cache()
-    for function in (kvjax.take_rows, lambda cache, rows: kvjax.insert_rows(cache, cache, rows)):
+    state = exact_state()
+    for function in (kvjax.take_rows, lambda state, rows: kvjax.insert_rows(state, state, rows)):
         with pytest.raises(ValueError, match=r"rows have dtype .* expected integers \[R\]; use jnp.flatnonzero"):
-            function(cache, rows)
+            function(state, rows)
 
 
 def test_rows_may_have_any_integer_dtype():
-    _, cache = kvjax.step(exact_cache(), *make_blocks()[1], np.array([1, 2, 3], np.int32))
+    *_, counters = kvjax.step(*exact_state(), *make_blocks()[1], np.array([1, 2, 3], np.int32))
     for rows in (jnp.flatnonzero(jnp.array([True, False, True])), [0, 2], np.array([0, 2], np.uint64)):
-        np.testing.assert_array_equal(kvjax.num_tokens(kvjax.take_rows(cache, rows)), [1, 3])
+        np.testing.assert_array_equal(kvjax.take_rows(counters, rows).num_tokens, [1, 3])
 
 
 # --- Tokens and seeds ---
@@ -391,4 +394,4 @@ def test_faults_of_a_cache_stop_generation():
     generator = make_generator()
     state = generator.prefill(generator.init_state(), [[1, 2, 3]])
     with pytest.raises(ValueError, match="is invalid|NaN or infinite"):
-        list(generator.decode(with_overflow(state, 1), 8))
+        list(generator.decode(dataclasses.replace(state, counters=with_overflow(state.counters, 1)), 8))

@@ -20,9 +20,9 @@ def run_policy(name, key_scale, value_scale):
     )
     prompt = support.prompt_of(stream, LENGTHS)
     policy = ANY_VALUES.get(name, POLICIES[name])
-    cache = support.begin(policy, support.make_spec(), support.row_keys(), *prompt, LENGTHS)
-    cache, outputs, weights = support.go(cache, support.after(stream, LENGTHS))
-    kvjax.raise_faults(cache)
+    cache, counters = support.begin(policy, support.make_spec(), support.row_keys(), *prompt, LENGTHS)
+    outputs, weights, cache, counters = support.go(cache, counters, support.after(stream, LENGTHS))
+    kvjax.raise_faults((cache, counters))
     return outputs / value_scale, weights / value_scale
 
 

@@ -26,7 +26,7 @@ from kvjax.registry import AnyPolicy
 from kvjax.state import ArrayField, map_fields
 from kvjax_models.adapters import layers
 
-LayerCache = dict[str, Any]
+PackedCache = dict[str, Any]
 
 
 @contextlib.contextmanager
@@ -51,7 +51,7 @@ def init_caches(
     max_new_tokens: int,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
     seed: int = 0,
-) -> dict[str, LayerCache]:
+) -> dict[str, PackedCache]:
     """Returns empty caches for `Transformer.apply`.
 
     Args:
@@ -84,7 +84,7 @@ def init_caches(
     ]
     fitted = layers.fit_policy(policy, budget, specs[0], max_prompt_tokens + max_new_tokens)
     caches = layers.init_caches(fitted, specs, seed)
-    return {f"layer_{number}": pack(cache, batch) for number, cache in enumerate(caches)}
+    return {f"layer_{number}": pack(cache, counters, batch) for number, (cache, counters) in enumerate(caches)}
 
 
 def _is_local(kind: Any) -> bool:
@@ -101,25 +101,27 @@ def _rope(config: Any, kind: Any) -> Any:
     )
 
 
-def pack(cache: kvjax.Cache, batch: int) -> LayerCache:
-    """Returns a layer's cache whose arrays all have a batch axis, which gemma requires.
+def pack(cache: kvjax.Cache, counters: kvjax.Counters, batch: int) -> PackedCache:
+    """Returns a layer's cache and counters with a batch axis in every array, which gemma requires.
 
     Args:
         cache: the cache.
+        counters: its counters.
         batch: number of batch rows.
 
     Returns:
-        The cache in a dictionary, with the key that gemma reads.
+        Both in a dictionary, with the key that gemma reads.
     """
 
     def add_axis(field: ArrayField, x: Array) -> Array:
         return jnp.broadcast_to(x, (batch, *x.shape)) if field.batch_axis is None else x
 
-    return {"end_index": jnp.broadcast_to(cache.counters.offset, batch), "kv": map_fields(add_axis, cache)}
+    packed = map_fields(add_axis, (cache, counters))
+    return {"end_index": jnp.broadcast_to(counters.offset, batch), "kv": packed}
 
 
-def unpack(packed: LayerCache) -> kvjax.Cache:
-    """Returns the cache that `pack` received."""
+def unpack(packed: PackedCache) -> tuple[kvjax.Cache, kvjax.Counters]:
+    """Returns the cache and the counters that `pack` received."""
     return map_fields(lambda field, x: x[0] if field.batch_axis is None else x, packed["kv"])
 
 
@@ -130,9 +132,9 @@ class CompressedAttention(_modules.Attention):
         self,
         x: Float[Array, "B T W"],
         segment_pos: Int[Array, "B T"],
-        cache: LayerCache | None,
+        cache: PackedCache | None,
         attn_mask: Bool[Array, "B T S"],
-    ) -> tuple[LayerCache | None, Float[Array, "B T W"]]:
+    ) -> tuple[PackedCache | None, Float[Array, "B T W"]]:
         """Processes a left-aligned prompt, or appends a token per row.
 
         Args:
@@ -146,15 +148,15 @@ class CompressedAttention(_modules.Attention):
         """
         if cache is None:
             return super().__call__(x, segment_pos, None, attn_mask)
-        kv, (query, key, value) = unpack(cache), self._project(x, segment_pos)
+        (kv, counters), (query, key, value) = unpack(cache), self._project(x, segment_pos)
         if x.shape[1] == 1:
-            attended, kv = kvjax.step(kv, query, key, value)
+            attended, kv, counters = kvjax.step(kv, counters, query, key, value)
             output = self.attn_vec_einsum("BTNH,NHD->BTD", attended.astype(x.dtype))
-            return pack(kv, len(x)), output
+            return pack(kv, counters, len(x)), output
         lengths = jnp.sum(attn_mask[:, -1], axis=-1, dtype=jnp.int32)
         number = int(self.path[-2].removeprefix("layer_"))
-        kv = self.prompt_layers.prefill(number, kv, query, key, value, lengths)
-        return pack(kv, len(x)), super().__call__(x, segment_pos, None, attn_mask)[1]
+        kv, counters = self.prompt_layers.prefill(number, kv, counters, query, key, value, lengths)
+        return pack(kv, counters, len(x)), super().__call__(x, segment_pos, None, attn_mask)[1]
 
     def _project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
         """Returns rotated queries and keys, and values."""

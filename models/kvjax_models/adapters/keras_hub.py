@@ -11,7 +11,7 @@ attention of new tokens to it, are kvjax's.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,11 +23,10 @@ from keras_hub.src.utils.keras_utils import fused_attention_op_available
 
 import kvjax
 from kvjax.budget import Budget
-from kvjax.cache import layer_policy, split_counters, with_counters
+from kvjax.cache import layer_policy
 from kvjax.policy import Policy, merge_requirements
 from kvjax.quantization import KVDtype
 from kvjax.registry import AnyPolicy
-from kvjax.staging import Counters
 from kvjax.state import ArrayField, count_row_faults, map_fields, state
 from kvjax_models.adapters import layers
 from kvjax_models.compile_cache import length_bucket
@@ -95,7 +94,9 @@ def restore(causal_lm: Any) -> None:
         causal_lm.generate_function = None
 
 
-def init_caches(causal_lm: Any, batch: int, prompt_tokens: int, max_length: int) -> tuple[kvjax.Cache, ...]:
+def init_caches(
+    causal_lm: Any, batch: int, prompt_tokens: int, max_length: int
+) -> tuple[tuple[kvjax.Cache, kvjax.Counters], ...]:
     """Returns the empty caches that `generate` of a compressed model uses, for example to count their bytes.
 
     Args:
@@ -105,7 +106,7 @@ def init_caches(causal_lm: Any, batch: int, prompt_tokens: int, max_length: int)
         max_length: `max_length` of `generate`.
 
     Returns:
-        The cache of every layer.
+        The cache of every layer, with counters.
 
     Raises:
         ValueError: if the model is not compressed.
@@ -125,8 +126,14 @@ def _cache_sizes(shortest: int, longest: int, max_length: int) -> tuple[int, int
 class _Caches:
     """The caches of all layers, which the sampler's loop carries."""
 
-    layers: tuple[Any, ...]  # without counters
-    counters: Counters
+    layers: tuple[Any, ...]
+    counters: kvjax.Counters
+
+
+def _compact(caches: _Caches) -> _Caches:
+    """Compacts the staged tokens of all layers."""
+    compacted = [kvjax.compact(cache, caches.counters) for cache in caches.layers]
+    return _Caches(tuple(cache for cache, _ in compacted), compacted[-1][1])
 
 
 class _ForwardPass:
@@ -134,21 +141,29 @@ class _ForwardPass:
 
     Attributes:
         caches: caches of the layers, with the updates so far.
-        counters: counters of all layers after the pass.
+        counters: counters of all layers before the pass.
+        counters_after: counters of all layers after the pass.
         layer_carry: carry of the last prefilled layer.
     """
 
-    def __init__(self, caches: tuple[kvjax.Cache, ...], lengths: Int[Array, "B"], texts: layers.Repetitions | None):
+    def __init__(
+        self,
+        caches: Sequence[kvjax.Cache],
+        counters: kvjax.Counters,
+        lengths: Int[Array, "B"],
+        texts: layers.Repetitions | None,
+    ):
         """Creates a pass.
 
         Args:
-            caches: caches of all layers, with counters.
+            caches: caches of all layers.
+            counters: counters of all layers.
             lengths: lengths of the prompts for `prefill`, number of new tokens for `step`.
             texts: repetitions of the prompts.
         """
         self.caches, self.lengths, self.texts = list(caches), lengths, texts
         self.layer_carry: Array | None = None
-        self.counters = caches[0].counters
+        self.counters = self.counters_after = counters
 
     def prefill(self, layer: "_Layer", query: Array, key: Array, value: Array, mask: Array, **options: Any) -> Array:
         """Attends to the prompt with the model's own attention and fills the layer's cache.
@@ -186,8 +201,8 @@ class _ForwardPass:
                 jnp.asarray(texts.lengths),
             )
             attended = jnp.concatenate([attended, text_attended.astype(attended.dtype)], axis=1)
-        self.caches[layer.number], self.layer_carry = layers.prefill(
-            self.caches[layer.number], query, key, value, self.lengths, self.layer_carry, repeated
+        self.caches[layer.number], self.counters_after, self.layer_carry = layers.prefill(
+            self.caches[layer.number], self.counters, query, key, value, self.lengths, self.layer_carry, repeated
         )
         return attended
 
@@ -206,7 +221,9 @@ class _ForwardPass:
             The attention output.
         """
         cache, arranged = self.caches[layer.number], layer.arrange(query, key, value)
-        attended, self.caches[layer.number] = kvjax.step(cache, *arranged, self.lengths, compact_when_full=False)
+        attended, self.caches[layer.number], self.counters_after = kvjax.step(
+            cache, self.counters, *arranged, self.lengths, compact_when_full=False
+        )
         return attended.astype(query.dtype)
 
 
@@ -350,8 +367,8 @@ class _CompressedModel:
 
     def init_caches(
         self, batch: int, max_length: int, max_prompt_tokens: int, max_new_tokens: int
-    ) -> tuple[kvjax.Cache, ...]:
-        """Returns the empty caches of all layers.
+    ) -> tuple[tuple[kvjax.Cache, kvjax.Counters], ...]:
+        """Returns the empty caches of all layers, with counters.
 
         Args:
             batch: number of batch rows.
@@ -488,14 +505,13 @@ class _Generation:
 
     def _prefill(self, token_ids: Int[Array, "B T"], empty_cache: Any) -> tuple[Array, Array, tuple[Array, ...]]:
         """Processes the prompts and returns no logits, hidden states [B, N, W] and the packed caches."""
-        caches = self.compressed.init_caches(self.batch, self.max_length, *self.sizes)
-        forward = _ForwardPass(caches, self.lengths, self.texts)
+        caches, counters = zip(*self.compressed.init_caches(self.batch, self.max_length, *self.sizes), strict=True)
+        forward = _ForwardPass(caches, counters[0], self.lengths, self.texts)
         # Keys and values of a single token, which is all that decoding needs of keras-hub's cache.
         self.single_token_cache = jax.tree.map(lambda x: x[:1, ..., :1, :, :], empty_cache)
         with self._attention_replaced(forward.prefill):
             _, hidden, _ = self.call_with_cache(token_ids, empty_cache, 0)
-        stored = tuple(split_counters(cache)[0] for cache in forward.caches)
-        self.carried = _Caches(stored, forward.caches[-1].counters)
+        self.carried = _Caches(tuple(forward.caches), forward.counters_after)
         # Samplers ask for logits from the shortest prompt's last token on.
         self.first_hidden = max(self.max_length - self.sizes[1] - 1, 0)
         self.prompt_hidden = hidden[:, self.first_hidden : self.sizes[0]]
@@ -509,11 +525,9 @@ class _Generation:
         carried = self._unpack(packed)
         beams = len(token_ids) // self.batch
         is_new = index >= jnp.repeat(self.lengths, beams)  # the other tokens are in prompts, which the caches hold
-        stored = tuple(with_counters(cache, carried.counters) for cache in carried.layers)
         is_full = carried.counters.offset == carried.counters.slots
-        stored = jax.lax.cond(is_full, lambda caches: tuple(map(kvjax.compact, caches)), lambda caches: caches, stored)
-        counters = stored[0].counters
-        forward = _ForwardPass(stored, is_new.astype(jnp.int32), None)
+        carried = jax.lax.cond(is_full, _compact, lambda carried: carried, carried)
+        forward = _ForwardPass(carried.layers, carried.counters, is_new.astype(jnp.int32), None)
         single_token_cache = jax.tree.map(
             lambda x: jnp.broadcast_to(x, (len(token_ids), *x.shape[1:])), self.single_token_cache
         )
@@ -524,11 +538,9 @@ class _Generation:
         logits = self.compressed.causal_lm.backbone.token_embedding(hidden, reverse=True)
         # A step without new tokens must not use a staging slot.
         counters = jax.tree.map(
-            lambda new, old: jnp.where(jnp.any(is_new), new, old), forward.caches[-1].counters, counters
+            lambda new, old: jnp.where(jnp.any(is_new), new, old), forward.counters_after, carried.counters
         )
-        layers_after = tuple(split_counters(cache)[0] for cache in forward.caches)
-        carried = dataclasses.replace(carried, layers=layers_after, counters=counters)
-        return logits, hidden, self._pack(carried)
+        return logits, hidden, self._pack(_Caches(tuple(forward.caches), counters))
 
     def _run_loop(self, *args: Any, **options: Any) -> Any:
         """Runs the sampler's loop and stores the caches after it."""

@@ -50,10 +50,13 @@ def check_policy(policy: AnyPolicy, budget: int | str | Budget | None, spec: kvj
     fit_policy(policy, None if budget is None else MAX_TOKENS, spec, 1)
 
 
-def init_caches(policy: Policy, specs: Sequence[kvjax.CacheSpec], seed: int = 0) -> tuple[kvjax.Cache, ...]:
-    """Returns an empty cache per layer, equal to the caches of `kvjax_models.LanguageModel` for the same seed.
+def init_caches(
+    policy: Policy, specs: Sequence[kvjax.CacheSpec], seed: int = 0
+) -> tuple[tuple[kvjax.Cache, kvjax.Counters], ...]:
+    """Returns an empty cache and its counters per layer.
 
-    All layers compact together, as often as the layer with the smallest `compact_every` needs.
+    The caches are equal to those of `kvjax_models.LanguageModel` for the same seed. All layers compact
+    together, as often as the layer with the smallest `compact_every` needs.
 
     Args:
         policy: policy of the model.
@@ -69,8 +72,8 @@ def init_caches(policy: Policy, specs: Sequence[kvjax.CacheSpec], seed: int = 0)
     )
 
 
-def init_cache(policy: Policy, spec: kvjax.CacheSpec, seed: int = 0) -> kvjax.Cache:
-    """Returns the empty cache of a layer that is used alone.
+def init_cache(policy: Policy, spec: kvjax.CacheSpec, seed: int = 0) -> tuple[kvjax.Cache, kvjax.Counters]:
+    """Returns the empty cache of a layer that is used alone, and its counters.
 
     Args:
         policy: policy of the model.
@@ -110,26 +113,28 @@ def prompt_lengths(query: Float[Array, "B T H D"], mask: Bool[Array, "B #H T T"]
 
 def prefill(
     cache: kvjax.Cache,
+    counters: kvjax.Counters,
     query: Float[Array, "B T H_q D"],
     key: Float[Array, "B T H_kv D"],
     value: Float[Array, "B T H_kv D_v"],
     lengths: Int[Array, "B"],
     layer_carry: Shaped[Array, "B H_kv *N"] | None = None,
     repeated: RepeatedPrompt | None = None,
-) -> tuple[kvjax.Cache, Shaped[Array, "B H_kv *N"] | None]:
+) -> tuple[kvjax.Cache, kvjax.Counters, Shaped[Array, "B H_kv *N"] | None]:
     """Writes a layer's prompt into its cache, with the inputs that the policy requires.
 
     Args:
         cache: an empty cache.
+        counters: its counters.
         query: queries of the prompt, left-aligned.
         key: keys of the prompt, left-aligned.
         value: values of the prompt, left-aligned.
         lengths: number of tokens of each row.
-        layer_carry: second result for the previous layer.
+        layer_carry: third result for the previous layer.
         repeated: queries and keys of a repetition of the prompt.
 
     Returns:
-        The cache, and the carry for the next layer.
+        The cache, the counters, and the carry for the next layer.
 
     Raises:
         ValueError: if the policy needs predicted scores, a repetition of the prompt and `repeated` is None, or
@@ -154,7 +159,7 @@ def prefill(
             "not compute; choose another policy, such as kvjax.KVzip"
         )
     queries = kvjax.prompt_queries(cache.policy, align_right(query, lengths))
-    return kvjax.prefill(cache, key, value, lengths, queries, layer_carry, repeated=repeated)
+    return kvjax.prefill(cache, counters, key, value, lengths, queries, layer_carry, repeated=repeated)
 
 
 class PromptLayers:
@@ -164,23 +169,32 @@ class PromptLayers:
         self.carry: Array | None = None
 
     def prefill(
-        self, number: int, cache: kvjax.Cache, query: Array, key: Array, value: Array, lengths: Int[Array, "B"]
-    ) -> kvjax.Cache:
+        self,
+        number: int,
+        cache: kvjax.Cache,
+        counters: kvjax.Counters,
+        query: Array,
+        key: Array,
+        value: Array,
+        lengths: Int[Array, "B"],
+    ) -> tuple[kvjax.Cache, kvjax.Counters]:
         """Writes a layer's prompt into its cache with the carry of the previous layer.
 
         Args:
             number: number of the layer.
             cache: an empty cache.
+            counters: its counters.
             query: queries of the prompt, left-aligned.
             key: keys of the prompt.
             value: values of the prompt.
             lengths: number of tokens of each row.
 
         Returns:
-            The cache.
+            The cache and the counters.
         """
-        cache, self.carry = prefill(cache, query, key, value, lengths, self.carry if number else None)
-        return cache
+        carry = self.carry if number else None
+        cache, counters, self.carry = prefill(cache, counters, query, key, value, lengths, carry)
+        return cache, counters
 
 
 def rope_frequencies(rotate: Callable[[Array, Array], Array], head_dim: int) -> tuple[float, ...]:

@@ -5,7 +5,7 @@
     attended, updated = layer.apply(variables, prompt, mask=mask, mutable="cache")
 
 `KVCache` is a drop-in `attention_fn` of `nn.MultiHeadDotProductAttention`. Other attention layers call it with their
-queries, keys and values, with RoPE applied. The cache is a variable of the collection "cache".
+queries, keys and values, with RoPE applied. The cache and its counters are a variable of the collection "cache".
 """
 
 import flax.linen as nn
@@ -51,14 +51,14 @@ class KVCache(nn.Module):
         Returns:
             The attention output, in the dtype of the queries.
         """
-        variable = self.variable("cache", "kv", self._init)
+        variable = self.variable("cache", "kv", layers.init_cache, self.policy, self.spec, self.seed)
+        cache, counters = variable.value
         if query.shape[1] == 1 and not self.is_initializing():
-            attended, variable.value = kvjax.step(variable.value, query, key, value)
+            attended, cache, counters = kvjax.step(cache, counters, query, key, value)
+            variable.value = cache, counters
             return attended.astype(query.dtype)
         if not self.is_initializing():
             lengths = layers.prompt_lengths(query, mask)
-            variable.value, _ = layers.prefill(variable.value, query, key, value, lengths)
+            cache, counters, _ = layers.prefill(cache, counters, query, key, value, lengths)
+            variable.value = cache, counters
         return layers.attend_to_prompt(self.spec, query, key, value)
-
-    def _init(self) -> kvjax.Cache:
-        return layers.init_cache(self.policy, self.spec, self.seed)

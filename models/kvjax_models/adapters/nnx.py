@@ -18,7 +18,7 @@ from kvjax_models.adapters import layers
 
 
 class KVCache(nnx.Module):
-    """The cache of one layer, in an `nnx.Cache` variable."""
+    """The cache of one layer and its counters, in `nnx.Cache` variables."""
 
     def __init__(self, spec: kvjax.CacheSpec, policy: Policy, *, seed: int = 0):
         """Creates an empty cache.
@@ -29,7 +29,8 @@ class KVCache(nnx.Module):
             seed: seed of the policy's random numbers.
         """
         self.spec = spec
-        self.cache = nnx.Cache(layers.init_cache(policy, spec, seed))
+        cache, counters = layers.init_cache(policy, spec, seed)
+        self.cache, self.counters = nnx.Cache(cache), nnx.Cache(counters)
 
     def __call__(
         self,
@@ -76,8 +77,10 @@ class KVCache(nnx.Module):
             The attention output.
         """
         lengths = layers.prompt_lengths(query, None) if lengths is None else lengths
-        cache, _ = layers.prefill(self.cache.get_value(), query, key, value, lengths)
+        cache, counters = self.cache.get_value(), self.counters.get_value()
+        cache, counters, _ = layers.prefill(cache, counters, query, key, value, lengths)
         self.cache.set_value(cache)
+        self.counters.set_value(counters)
         return layers.attend_to_prompt(self.spec, query, key, value)
 
     def step(
@@ -98,11 +101,13 @@ class KVCache(nnx.Module):
         Returns:
             The attention output, in the dtype of the queries.
         """
-        attended, cache = kvjax.step(self.cache.get_value(), query, key, value, lengths)
+        cache, counters = self.cache.get_value(), self.counters.get_value()
+        attended, cache, counters = kvjax.step(cache, counters, query, key, value, lengths)
         self.cache.set_value(cache)
+        self.counters.set_value(counters)
         return attended.astype(query.dtype)
 
     @property
     def num_tokens(self) -> Int[Array, "B"]:
         """Number of tokens that every row has received."""
-        return kvjax.num_tokens(self.cache.get_value())
+        return self.counters.get_value().num_tokens

@@ -8,7 +8,7 @@ are kvjax's.
 """
 
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ import kvjax
 from kvjax.budget import Budget
 from kvjax.registry import AnyPolicy
 from kvjax_models.adapters import layers
+
+LayerCache: TypeAlias = tuple[kvjax.Cache, kvjax.Counters]
 
 
 def compress(model: Any, policy: AnyPolicy, budget: int | str | Budget | None = None, *, seed: int = 0) -> Any:
@@ -45,7 +47,7 @@ def compress(model: Any, policy: AnyPolicy, budget: int | str | Budget | None = 
     layers.check_policy(policy, budget, _cache_specs(model, 1, 1, jnp.float32)[0])
     prompt_layers = layers.PromptLayers()
 
-    def init_cache(self: Any, batch_size: int, cache_size: int, dtype: jax.typing.DTypeLike) -> dict[str, kvjax.Cache]:
+    def init_cache(self: Any, batch_size: int, cache_size: int, dtype: jax.typing.DTypeLike) -> dict[str, LayerCache]:
         """Replaces tunix's method; `cache_size` limits a sequence to that many tokens."""
         specs = _cache_specs(self, batch_size, cache_size, dtype)
         caches = layers.init_caches(layers.fit_policy(policy, budget, specs[0], cache_size), specs, seed)
@@ -70,19 +72,19 @@ def _make_block(attention: type, number: int, prompt_layers: layers.PromptLayers
         self: Any,
         x: Float[Array, "B T W"],
         segment_pos: Int[Array, "B T"],
-        cache: kvjax.Cache | None,
+        cache: LayerCache | None,
         attn_mask: Bool[Array, "B T S"],
-    ) -> tuple[kvjax.Cache | None, Float[Array, "B T W"]]:
+    ) -> tuple[LayerCache | None, Float[Array, "B T W"]]:
         """Replaces tunix's method: processes a right-aligned prompt, or appends a token per row."""
         if cache is None:
             return attention.block(self, x, segment_pos, None, attn_mask)  # type: ignore[attr-defined]
-        tokens, (query, key, value) = x.shape[1], _project(self, x, segment_pos)
+        (kv, counters), tokens, (query, key, value) = cache, x.shape[1], _project(self, x, segment_pos)
         if tokens == 1:
-            attended, cache = kvjax.step(cache, query, key, value)
-            return cache, _output(self)(attended.astype(x.dtype))
+            attended, kv, counters = kvjax.step(kv, counters, query, key, value)
+            return (kv, counters), _output(self)(attended.astype(x.dtype))
         lengths = jnp.sum(attn_mask[:, -1], axis=-1, dtype=jnp.int32)
         query, key, value = (layers.align_left(y, lengths) for y in (query, key, value))
-        cache = prompt_layers.prefill(number, cache, query, key, value, lengths)
+        cache = prompt_layers.prefill(number, kv, counters, query, key, value, lengths)
         return cache, attention.block(self, x, segment_pos, None, attn_mask[..., :tokens])[1]  # type: ignore[attr-defined]
 
     return block

@@ -16,8 +16,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
-from kvjax.cache import LayerCache, split_counters, with_counters
-from kvjax.staging import Counters
 from kvjax_models.generation.sampling import MAX_LOGPROBS, SampledTokens, is_finite, sample, with_answer, with_prompt
 from kvjax_models.generation.scorer import predict_log_scores
 from kvjax_models.generation.state import GenerationState, constrain_state
@@ -356,20 +354,20 @@ def _step_layers(
 def step_layer(
     flat: _Flat[DecoderLayer],
     rotary: Rotary,
-    cache: LayerCache,
-    counters: Counters,
+    cache: kvjax.Cache,
+    counters: kvjax.Counters,
     x: Float[Array, "B T W"],
     positions: Int[Array, "B"],
     lengths: Int[Array, "B"],
     text: kvjax.FrozenCache | None = None,
     scorer: Float[Array, "W+2 H_kv"] | None = None,
-) -> tuple[Float[Array, "B T W"], LayerCache, Counters]:
+) -> tuple[Float[Array, "B T W"], kvjax.Cache, kvjax.Counters]:
     """Appends tokens to one layer's cache and computes the layer.
 
     Args:
         flat: the layer.
         rotary: its rotary embedding.
-        cache: its cache, without counters; donated.
+        cache: its cache; donated.
         counters: counters of all layers.
         x: residual stream; donated.
         positions: number of tokens of each row before these.
@@ -386,8 +384,9 @@ def step_layer(
     scores = None
     if scorer is not None:
         scores = predict_log_scores(scorer, layer.normalize(x), positions).swapaxes(1, 2)
-    attended, stepped = kvjax.step(
-        with_counters(cache, counters),
+    attended, cache, counters = kvjax.step(
+        cache,
+        counters,
         query,
         keys,
         values,
@@ -397,8 +396,7 @@ def step_layer(
         compact_when_full=False,
         text=text,
     )
-    x = constrain_to_batch(layer.finish(x, attended), stepped.mesh)
-    return x, *split_counters(stepped)
+    return constrain_to_batch(layer.finish(x, attended), cache.mesh), cache, counters
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state", "x"))

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from kvjax.cache import LayerCache
+import kvjax
 from kvjax.distributed.sharding import HEADS, ROWS
-from kvjax.staging import Counters
 from kvjax_models.generation.decode import append_program, decode_program
 from kvjax_models.generation.generator import Generator
 from kvjax_models.generation.prefill import PrefilledLayer, compression_arguments, prefill_cache, prefill_layer
@@ -42,12 +41,12 @@ def lower_decode(
 
 
 def lower_compression(
-    cache: LayerCache, counters: Counters, layer: PrefilledLayer, lengths: Int[Array, "B"]
+    cache: kvjax.Cache, counters: kvjax.Counters, layer: PrefilledLayer, lengths: Int[Array, "B"]
 ) -> jax.stages.Lowered:
     """Lowers the program that stores a layer's prompts in its empty cache.
 
     Args:
-        cache: empty cache, without counters; arrays or their shapes, as all arguments.
+        cache: empty cache; arrays or their shapes, as all arguments.
         counters: counters of all layers, before the prompt.
         layer: results of the layer.
         lengths: lengths of the prompts.

@@ -16,10 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 import kvjax
-from kvjax.cache import LayerCache, split_counters, with_counters
 from kvjax.distributed.sharding import HEADS, ROWS
 from kvjax.policy import RepeatedPrompt, Repetition
-from kvjax.staging import Counters
 from kvjax_models.generation import repetition
 from kvjax_models.generation.scorer import predict_log_scores
 from kvjax_models.generation.sequence_parallel import (
@@ -209,16 +207,16 @@ def _add_gradients(
 
 
 def compress_layer(
-    cache: LayerCache,
-    counters: Counters,
+    cache: kvjax.Cache,
+    counters: kvjax.Counters,
     layer: PrefilledLayer,
     lengths: Int[Array, "B"],
     layer_carry: Shaped[Array, "B H_kv *N"] | None = None,
-) -> tuple[LayerCache, Counters, Shaped[Array, "B H_kv *N"] | None]:
+) -> tuple[kvjax.Cache, kvjax.Counters, Shaped[Array, "B H_kv *N"] | None]:
     """Stores a layer's prompts in its empty cache.
 
     Args:
-        cache: empty cache, without counters; donated.
+        cache: empty cache; donated.
         counters: counters of all layers, before the prompt.
         layer: results of the layer.
         lengths: lengths of the prompts.
@@ -232,8 +230,8 @@ def compress_layer(
 
 
 def compression_arguments(
-    cache: LayerCache,
-    counters: Counters,
+    cache: kvjax.Cache,
+    counters: kvjax.Counters,
     layer: PrefilledLayer,
     lengths: Int[Array, "B"],
     layer_carry: Shaped[Array, "B H_kv *N"] | None = None,
@@ -251,21 +249,20 @@ def compression_arguments(
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
 def prefill_cache(
-    cache: LayerCache, counters: Counters, *prompt: Any, **options: Any
-) -> tuple[LayerCache, Counters, Shaped[Array, "B H_kv *N"] | None]:
-    """Calls `kvjax.prefill` with counters that all layers share.
+    cache: kvjax.Cache, counters: kvjax.Counters, *prompt: Any, **options: Any
+) -> tuple[kvjax.Cache, kvjax.Counters, Shaped[Array, "B H_kv *N"] | None]:
+    """Calls `kvjax.prefill` in a compiled program that does not donate the counters, which all layers share.
 
     Args:
-        cache: empty cache, without counters; donated.
+        cache: empty cache; donated.
         counters: counters of all layers, before the prompt.
-        *prompt: arguments of `kvjax.prefill` after the cache.
+        *prompt: arguments of `kvjax.prefill` after the counters.
         **options: options of `kvjax.prefill`.
 
     Returns:
         As `compress_layer`.
     """
-    filled, layer_carry = kvjax.prefill(with_counters(cache, counters), *prompt, **options)
-    return *split_counters(filled), layer_carry
+    return kvjax.prefill(cache, counters, *prompt, **options)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import LayerCache
+import kvjax
 from kvjax.policy import Repetition, merge_requirements
 from kvjax_models import compile_cache
 from kvjax_models.generation.prefill import PrefilledLayer, compress_layer, last_logits, prefill_layers
@@ -75,7 +75,7 @@ def _prefill_in_one_pass(
 ) -> Iterator[list[GenerationState] | None]:
     """Processes prompts as `prefill_together`, for generators that need at most one repetition of the prompts."""
     layers, tokens, lengths = prefill_for(generators, prompts, shared_lengths=shared_lengths)
-    caches: list[list[LayerCache]] = [[] for _ in generators]
+    caches: list[list[kvjax.Cache]] = [[] for _ in generators]
     carries: list[Any] = [None for _ in generators]
     counters = [state.counters for state in states]
     recurrent: list[RecurrentState] = []

@@ -17,12 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Key
 
 import kvjax
-from kvjax.cache import LayerCache, split_counters, with_counters
 from kvjax.distributed.sharding import shardings
 from kvjax.messages import shorten
 from kvjax.policy import Policy
 from kvjax.quantization import KVDtype
-from kvjax.staging import Counters
 from kvjax.state import count_row_faults, fault, row_randomness, state, static
 from kvjax_models.generation.sampling import RowSampling, Sampling, is_finite, row_sampling, with_prompt
 from kvjax_models.model.config import LlamaConfig
@@ -38,7 +36,7 @@ class GenerationState:
     Rows are independent, so `kvjax.take_rows`, `kvjax.insert_rows` and `kvjax.repeat_rows` apply.
 
     Attributes:
-        layers: one `kvjax.cache.LayerCache` per layer with attention.
+        layers: one `kvjax.Cache` per layer with attention.
         counters: counters of all layers, which receive the same tokens and compact together.
         logits: logits of the next token, float32.
         positions: number of tokens of each sequence so far, int32.
@@ -52,7 +50,7 @@ class GenerationState:
     """
 
     layers: tuple[Any, ...]
-    counters: Counters
+    counters: kvjax.Counters
     logits: Float[Array, "B V"]
     positions: Int[Array, "B"]
     done: Bool[Array, "B"]
@@ -147,7 +145,7 @@ def init_state(
 
 def init_layers(
     policies: tuple[Policy, ...], specs: tuple[kvjax.CacheSpec, ...], mesh: Mesh | None, seed: np.uint32
-) -> Iterator[tuple[LayerCache, Counters]]:
+) -> Iterator[tuple[kvjax.Cache, kvjax.Counters]]:
     """Creates the empty caches of a state one by one.
 
     Args:
@@ -157,7 +155,7 @@ def init_layers(
         seed: seed of the random keys.
 
     Yields:
-        Every layer's cache, without counters, and counters.
+        Every layer's cache and counters.
     """
     for number, equal in enumerate(first_equal_layers(policies, specs, mesh)):
         # Its own policy, because equal caches may differ in data that `init` writes (the heads of a `ByHead`).
@@ -182,11 +180,10 @@ def first_equal_layers(
 @functools.partial(jax.jit, static_argnames=("policy", "spec", "mesh"))
 def _init_layer(
     policy: Policy, spec: kvjax.CacheSpec, mesh: Mesh | None, seed: Int[Array, ""], number: Int[Array, ""]
-) -> tuple[LayerCache, Counters]:
-    """Returns the empty cache of layer `number`, without counters, and the counters."""
+) -> tuple[kvjax.Cache, kvjax.Counters]:
+    """Returns the empty cache of layer `number` and its counters."""
     layer_keys = jax.vmap(lambda key: jax.random.fold_in(key, number))(row_keys(spec.batch, seed)[0])
-    cache = kvjax.init(policy, spec, layer_keys, mesh)
-    return split_counters(cache)
+    return kvjax.init(policy, spec, layer_keys, mesh)
 
 
 def init_recurrent(
@@ -251,8 +248,8 @@ def check_seed(seed: int) -> np.uint32:
 
 def finish_prefill(
     state: GenerationState,
-    caches: Sequence[LayerCache],
-    counters: Counters,
+    caches: Sequence[kvjax.Cache],
+    counters: kvjax.Counters,
     logits: Float[Array, "B V"],
     tokens: Int[Array, "B N"],
     lengths: Int[Array, "B"],
@@ -292,17 +289,17 @@ def compact_layers(state: GenerationState) -> GenerationState:
 
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
-def compact_layer(cache: LayerCache, counters: Counters) -> tuple[LayerCache, Counters]:
+def compact_layer(cache: kvjax.Cache, counters: kvjax.Counters) -> tuple[kvjax.Cache, kvjax.Counters]:
     """Compacts one layer's staged tokens.
 
     Args:
-        cache: the layer's cache, without counters; donated.
+        cache: the layer's cache; donated.
         counters: counters of all layers.
 
     Returns:
         The cache, and the counters of all layers afterwards.
     """
-    return split_counters(kvjax.compact(with_counters(cache, counters)))
+    return kvjax.compact(cache, counters)
 
 
 def check_finite(state: GenerationState) -> None:
