@@ -29,8 +29,8 @@ from experiments.common.transformers_decode import TransformersAnswers
 from kvjax_models import LanguageModel, load
 from kvjax_models.document import Document
 from kvjax_models.engine import Engine
-from kvjax_models.generation.generator import Generator
 from kvjax_models.model.config import LlamaConfig
+from kvjax_models.runner.generator import Generator
 
 ROW_MEMORY = 2 * 2**30  # bytes of memory for which `questions` counts rows
 TRANSFORMERS = "transformers"

@@ -39,11 +39,11 @@ from experiments.common.flags import Flags, repeatable, run_command
 from experiments.common.output import Figure, figure, write_figures
 from experiments.common.shapes import find_shape, first_layers, zero_scorer
 from kvjax.budget import format_bytes
-from kvjax_models.generation import lowering, prefill
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.state import cache_specs
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
+from kvjax_models.runner import lowering, prefill
+from kvjax_models.runner.generator import Generator
+from kvjax_models.runner.state import cache_specs
 
 # The smallest topology of each kind.
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}

@@ -29,9 +29,9 @@ from experiments.common.output import append_row
 from experiments.common.shapes import find_shape, first_layers, random_model
 from experiments.compile import place, single_device
 from kvjax_models import LanguageModel
-from kvjax_models.generation.generator import common_scorer
-from kvjax_models.generation.prefill import prefill_layer
-from kvjax_models.generation.repetition import make_repetitions, repeat_layer
+from kvjax_models.runner.generator import common_scorer
+from kvjax_models.runner.prefill import prefill_layer
+from kvjax_models.runner.repetition import make_repetitions, repeat_layer
 from pallas_kernels.benchmarking import array_bytes, describe
 
 Lower = Callable[[], jax.stages.Lowered]

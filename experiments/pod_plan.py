@@ -31,11 +31,11 @@ from experiments.common.flags import Flags, one_of, repeatable, run_command
 from experiments.common.output import Figure, figure, write_figures
 from experiments.common.shapes import find_shape, first_layers, zero_scorer
 from kvjax.budget import format_bytes
-from kvjax_models.generation import lowering
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.state import cache_specs
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
+from kvjax_models.runner import lowering
+from kvjax_models.runner.generator import Generator
+from kvjax_models.runner.state import cache_specs
 from kvjax_models.sharding import parameter_shardings
 
 DECODING = "decoding"

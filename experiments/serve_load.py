@@ -31,7 +31,7 @@ from typing import Any
 from experiments.common.flags import Flags, repeatable, run_command
 from kvjax_models import language_model
 from kvjax_models.engine import Engine
-from kvjax_models.generation.sampling import Sampling
+from kvjax_models.runner.sampling import Sampling
 
 _WORDS = ("the", "ship", "left", "harbor", "before", "dawn", "while", "rain", "fell", "on", "quiet", "streets")
 

@@ -39,9 +39,9 @@ from experiments.common.shapes import UnscoredModel, find_shape, first_layers, r
 from experiments.common.statistics import median_interval
 from experiments.common.transformers_decode import TransformersWriter
 from kvjax_models import LanguageModel, load
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.state import GenerationState
 from kvjax_models.language_model import resolve_path
+from kvjax_models.runner.generator import Generator
+from kvjax_models.runner.state import GenerationState
 from pallas_kernels import benchmarking
 
 MIN_SAMPLES = 6  # samples whose median has a 95% interval

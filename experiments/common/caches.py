@@ -15,8 +15,8 @@ from kvjax.registry import resolve_policy
 from kvjax_models import LanguageModel
 from kvjax_models.cache import CachedModel
 from kvjax_models.document import Document
-from kvjax_models.generation.auto_policy import NamedPolicy
-from kvjax_models.generation.generator import Generator
+from kvjax_models.runner.auto_policy import NamedPolicy
+from kvjax_models.runner.generator import Generator
 
 REFERENCE_DTYPE = jnp.bfloat16  # dtype of the full cache that budgets and fractions refer to
 FULL = "exact"  # policy of the full cache

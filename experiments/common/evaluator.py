@@ -24,9 +24,9 @@ from kvjax_models.cache import CachedModel, read_together
 from kvjax_models.compile_cache import length_bucket
 from kvjax_models.document import Document
 from kvjax_models.engine import Engine
-from kvjax_models.generation.generator import Generator, prefill_together
-from kvjax_models.generation.state import GenerationState
 from kvjax_models.prefix import Prefix
+from kvjax_models.runner.generator import Generator, prefill_together
+from kvjax_models.runner.state import GenerationState
 
 _MAX_UNITS = 10_000  # of a task
 _MAX_SEED = 2**32 // _MAX_UNITS - 1

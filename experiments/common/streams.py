@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Float32, Int
 from experiments.tasks import haystacks, passages
 from experiments.tasks.task import Request
 from kvjax_models.formats.tokenizer import Tokenizer
-from kvjax_models.generation.prefill import prefill_layers
 from kvjax_models.model.llama import Llama
+from kvjax_models.runner.prefill import prefill_layers
 
 Tokens = tuple[Float[np.ndarray, "n D"], Float[np.ndarray, "n D"], Float[np.ndarray, "Q D"]]
 

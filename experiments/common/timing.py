@@ -19,19 +19,19 @@ from kvjax.combinators.host_memory import HostMemoryState
 from kvjax.policy import merge_requirements
 from kvjax.quantization import readable
 from kvjax.segment import BlockStoreRead
-from kvjax_models.generation import lowering
-from kvjax_models.generation.decode import decode_block
-from kvjax_models.generation.generator import Generator, common_scorer
-from kvjax_models.generation.prefill import PrefilledLayer, compress_layer, embed, prefill_layers
-from kvjax_models.generation.repetition import make_repetitions, repeat_layer
-from kvjax_models.generation.state import (
+from kvjax_models.model.llama import Llama, parameter_bytes
+from kvjax_models.runner import lowering
+from kvjax_models.runner.decode import decode_block
+from kvjax_models.runner.generator import Generator, common_scorer
+from kvjax_models.runner.prefill import PrefilledLayer, compress_layer, embed, prefill_layers
+from kvjax_models.runner.repetition import make_repetitions, repeat_layer
+from kvjax_models.runner.state import (
     GenerationState,
     commit_to_device,
     compact_layer,
     compact_layers,
     first_equal_layers,
 )
-from kvjax_models.model.llama import Llama, parameter_bytes
 from pallas_kernels.benchmarking import describe
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax_models.document import Document
-from kvjax_models.generation.decode import append_block
-from kvjax_models.generation.state import check_faults, commit_to_device, compact_layers
+from kvjax_models.runner.decode import append_block
+from kvjax_models.runner.state import check_faults, commit_to_device, compact_layers
 
 
 def follow(

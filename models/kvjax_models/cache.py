@@ -30,19 +30,6 @@ from kvjax_models import compile_cache
 from kvjax_models.document import Document, manifest
 from kvjax_models.engine import Collector, Completion, Engine, Usage, seed_of_prompt
 from kvjax_models.engine.answers import AnswerOptions, Answers, answer, check_n, stream
-from kvjax_models.generation.auto_policy import (
-    Auto,
-    AutoHeads,
-    CachePolicy,
-    HeadValues,
-    cache_options,
-    resolve_auto,
-    resolve_windows,
-)
-from kvjax_models.generation.generator import Generator, prefill_together
-from kvjax_models.generation.plan import Plan
-from kvjax_models.generation.sampling import Sampling, SamplingOptions
-from kvjax_models.generation.state import cache_specs
 from kvjax_models.keywords import suggest_keywords
 from kvjax_models.prefix import Prefix, open_save
 from kvjax_models.profile import Profile
@@ -56,6 +43,19 @@ from kvjax_models.prompts import (
     render_context,
     warn_of_file_name,
 )
+from kvjax_models.runner.auto_policy import (
+    Auto,
+    AutoHeads,
+    CachePolicy,
+    HeadValues,
+    cache_options,
+    resolve_auto,
+    resolve_windows,
+)
+from kvjax_models.runner.generator import Generator, prefill_together
+from kvjax_models.runner.plan import Plan
+from kvjax_models.runner.sampling import Sampling, SamplingOptions
+from kvjax_models.runner.state import cache_specs
 from kvjax_models.saves import Save
 from kvjax_models.tokenized_model import TokenizedModel
 
@@ -81,7 +81,7 @@ class CachedModel:
 
     Attributes:
         llm: the model and its tokenizer.
-        policy: cache policy: "auto" (see `generation.auto_policy`), the name of another one ("snapkv"), a class
+        policy: cache policy: "auto" (see `runner.auto_policy`), the name of another one ("snapkv"), a class
             (`kvjax.SnapKV`) or a policy.
         budget: size of the cache of one sequence: a share of a full bfloat16 cache ("25%"), bytes ("64MiB") or slots
             per KV head (1024); None if the policy has a budget or takes none. For `generate`, a share is of the full
@@ -90,7 +90,7 @@ class CachedModel:
             sliding window cache exactly their window; their bytes count only in a budget in bytes.
         kv_dtype: quantization format of the cache: "int8", "fp8", "int4", "int3", "int2", a pair for keys and values,
             or "bfloat16"; by default the dtype of the model, or for "auto" and `heads="auto"` a format that the budget
-            decides (see `generation.auto_policy`).
+            decides (see `runner.auto_policy`).
         heads: budgets of the KV heads: "auto" keeps every token in the heads that retrieve, by the model's profile
             (measured at the first use of an unknown model), a `profile.Profile`, or the shares of
             `kvjax.HeadBudgets`; equal budgets by default. "auto" and policies with `heads=auto` have it already.

@@ -23,8 +23,6 @@ from kvjax_models.engine import Completion, Engine, Usage
 from kvjax_models.engine.answers import AnswerOptions, Answers, answer, check_n, stream
 from kvjax_models.fingerprint import describe_model, tokenizer_fingerprint
 from kvjax_models.formats.tokenizer import Tokenizer
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.sampling import Sampling, SamplingOptions
 from kvjax_models.kept import kept_shares
 from kvjax_models.keywords import suggest_keywords
 from kvjax_models.model.llama import Llama
@@ -39,6 +37,8 @@ from kvjax_models.prompts import (
     render_context,
     render_question,
 )
+from kvjax_models.runner.generator import Generator
+from kvjax_models.runner.sampling import Sampling, SamplingOptions
 from kvjax_models.saves import Save
 
 

@@ -21,9 +21,9 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 import kvjax
 from kvjax.segment import BlockStoreRead, Segment
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.prefill import compression_arguments
-from kvjax_models.generation.state import check_seed, init_layers
+from kvjax_models.runner.generator import Generator
+from kvjax_models.runner.prefill import compression_arguments
+from kvjax_models.runner.state import check_seed, init_layers
 
 _MAX_NEGATIVE = 1e-3  # share that rounding may make negative
 

@@ -18,12 +18,12 @@ from kvjax_models import compile_cache, formats, known_models
 from kvjax_models.cache import CachedModel, KVDtypes, open_document
 from kvjax_models.document import Document
 from kvjax_models.formats.checkpoint import LoadOptions
-from kvjax_models.generation.auto_policy import AnyPolicy, Heads, cache_options
 from kvjax_models.keywords import suggest_keywords
 from kvjax_models.model.quantized import WeightDtype
 from kvjax_models.prompts import Message as Message
 from kvjax_models.prompts import Prompt as Prompt
 from kvjax_models.prompts import TemplateOptions as TemplateOptions
+from kvjax_models.runner.auto_policy import AnyPolicy, Heads, cache_options
 from kvjax_models.tokenized_model import TokenizedModel
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # downloaded from the hub, without subdirectories

@@ -34,8 +34,8 @@ import kvjax
 from kvjax_models.compile_cache import length_bucket
 from kvjax_models.engine import Collector, seed_of_prompt
 from kvjax_models.formats import chat_template
-from kvjax_models.generation.sampling import Sampling
 from kvjax_models.language_model import load
+from kvjax_models.runner.sampling import Sampling
 
 _LOG = logging.getLogger(__name__)
 _CONTEXT_CHARACTERS = 256  # before a question, with which it is encoded

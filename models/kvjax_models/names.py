@@ -5,6 +5,6 @@ from kvjax_models.document import Document as Document
 from kvjax_models.engine import Completion as Completion
 from kvjax_models.engine import Engine as Engine
 from kvjax_models.engine import Usage as Usage
-from kvjax_models.generation.sampling import Sampling as Sampling
 from kvjax_models.language_model import LanguageModel as LanguageModel
 from kvjax_models.language_model import load as load
+from kvjax_models.runner.sampling import Sampling as Sampling

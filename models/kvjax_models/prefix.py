@@ -20,9 +20,9 @@ from jaxtyping import Array, Float
 
 import kvjax
 from kvjax.messages import shorten
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.sampling import GREEDY, Sampling, row_sampling
-from kvjax_models.generation.state import GenerationState
+from kvjax_models.runner.generator import Generator
+from kvjax_models.runner.sampling import GREEDY, Sampling, row_sampling
+from kvjax_models.runner.state import GenerationState
 from kvjax_models.saves import Save, describe_difference
 from kvjax_models.sharding import replicate
 

@@ -36,11 +36,11 @@ from kvjax.combinators.head_budgets import Shares, retrieving_heads
 from kvjax.methods.top_k.kvzip import KVzip
 from kvjax_models import atomic_io, calibration_texts
 from kvjax_models.formats.tokenizer import Tokenizer
-from kvjax_models.generation.prefill import embed, prefill_layers, prefill_recurrent_layer
-from kvjax_models.generation.scorer import predict_log_scores as predict_log_scores
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import DecoderLayer, Llama
 from kvjax_models.model.rotary import Rotary, rotation
+from kvjax_models.runner.prefill import embed, prefill_layers, prefill_recurrent_layer
+from kvjax_models.runner.scorer import predict_log_scores as predict_log_scores
 from kvjax_models.sharding import mesh_of
 from kvjax_models.user_cache import user_cache_directory
 

@@ -1,7 +1,7 @@
 """Tensor parallelism of a model's parameters on a mesh (`kvjax.make_mesh`), as in Megatron-LM.
 
 Every layer's projections are sharded along heads and along the MLP's width, so that attention and the MLP are each
-followed by one all-reduce. `kvjax_models.generation.generator.Generator` generates on the mesh of its model.
+followed by one all-reduce. `kvjax_models.runner.generator.Generator` generates on the mesh of its model.
 """
 
 import math

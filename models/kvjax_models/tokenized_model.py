@@ -8,10 +8,10 @@ from jaxtyping import Float
 
 from kvjax_models import profile as profiles
 from kvjax_models.formats.tokenizer import Tokenizer
-from kvjax_models.generation.auto_policy import Heads
 from kvjax_models.model.llama import Llama
 from kvjax_models.profile import Profile
 from kvjax_models.prompts import Prompt, TemplateOptions, encode_prompt
+from kvjax_models.runner.auto_policy import Heads
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax_models.formats import huggingface
-from kvjax_models.generation.generator import Generator
+from kvjax_models.runner.generator import Generator
 from tests.adapters.policies import POLICIES, every_policy, run_page
 from tests.models import tiny
 from tests.models.loops import decode_all

@@ -16,9 +16,9 @@ from tunix.models.llama3 import model as llama3
 from tunix.models.qwen3 import model as qwen3
 
 from kvjax_models.adapters import tunix as adapter
-from kvjax_models.generation.generator import Generator
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
+from kvjax_models.runner.generator import Generator
 from tests.models.loops import decode_all
 
 VOCAB, PAD, BOS, EOS = 64, 0, 1, 63

@@ -19,9 +19,9 @@ from kvjax.methods.top_k.kvzip import KVzip
 from kvjax.methods.top_k.leverage_scores import LeverageScores
 from kvjax.policy import Policy
 from kvjax_models.formats import huggingface
-from kvjax_models.generation import prefill
-from kvjax_models.generation.state import cache_specs
 from kvjax_models.model.llama import Llama
+from kvjax_models.runner import prefill
+from kvjax_models.runner.state import cache_specs
 from tests.models import families
 from tests.models.support import GOLDEN
 

@@ -4,10 +4,10 @@ import numpy as np
 
 import kvjax
 from kvjax_models import compile_cache
-from kvjax_models.generation.decode import NO_TOKEN, decode_block
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.sampling import GREEDY
-from kvjax_models.generation.state import check_faults, check_finite, commit_to_device, compact_layers
+from kvjax_models.runner.decode import NO_TOKEN, decode_block
+from kvjax_models.runner.generator import Generator
+from kvjax_models.runner.sampling import GREEDY
+from kvjax_models.runner.state import check_faults, check_finite, commit_to_device, compact_layers
 
 
 def decode(generator, state, max_tokens, stream_interval=None, *, compact_last=True, texts=None):

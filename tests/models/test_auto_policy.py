@@ -11,10 +11,10 @@ from kvjax.budget import Budget
 from kvjax.combinators.head_budgets import retrieving_heads
 from kvjax.registry import PolicyChoice
 from kvjax_models.cli.generate import Generate
-from kvjax_models.generation.auto_policy import Auto, AutoHeads, NamedPolicy, cache_options, resolve_auto
-from kvjax_models.generation.state import cache_specs
 from kvjax_models.model.llama import Llama
 from kvjax_models.profile import FRACTIONS, Profile
+from kvjax_models.runner.auto_policy import Auto, AutoHeads, NamedPolicy, cache_options, resolve_auto
+from kvjax_models.runner.state import cache_specs
 from kvjax_models.saves import Saves
 from tests.models import tiny
 from tests.models.support import small_config
@@ -264,7 +264,7 @@ def test_no_text_is_parsed_after_the_options_are_values(monkeypatch):
 
     monkeypatch.setattr(Budget, "parse", refuse)
     monkeypatch.setattr(PolicyChoice, "parse", refuse)
-    monkeypatch.setattr("kvjax_models.generation.auto_policy.split_policy", refuse)
+    monkeypatch.setattr("kvjax_models.runner.auto_policy.split_policy", refuse)
     for cache in caches:
         cache.tails(cache.document_generator(300, 8), 8)
         assert dataclasses.replace(cache).generator(max_prompt_tokens=300, max_new_tokens=5000).row_bytes

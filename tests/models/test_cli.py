@@ -302,7 +302,7 @@ def test_an_interrupt_ends_the_command_within_a_second(tmp_path):
     # The signal arrives while the main thread is in a call of 30 seconds, such as a compilation.
     (tmp_path / "module.py").write_text(
         "import os, signal, threading, time\n"
-        "from kvjax_models.generation.generator import Generator\n"
+        "from kvjax_models.runner.generator import Generator\n"
         "def interrupt():\n"
         f"    open({str(tmp_path / 'time')!r}, 'w').write(str(time.time()))\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"

@@ -10,8 +10,8 @@ import kvjax
 from kvjax.combinators.head_budgets import retrieving_heads
 from kvjax_models import LanguageModel, cache, prompts
 from kvjax_models.cache import read_together
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.sampling import Sampling
+from kvjax_models.runner.generator import Generator
+from kvjax_models.runner.sampling import Sampling
 from tests.kvjax.support import each
 from tests.models import tiny
 from tests.models.support import count_compilations, key_data

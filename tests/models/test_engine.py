@@ -13,11 +13,11 @@ import kvjax
 from kvjax_models import LanguageModel
 from kvjax_models.engine import Collector, Output
 from kvjax_models.engine.rows import PROGRAMS
-from kvjax_models.generation import prefill
-from kvjax_models.generation.answer_text import AnswerText, check_stop
-from kvjax_models.generation.decode import decode_program
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.sampling import Sampling
+from kvjax_models.runner import prefill
+from kvjax_models.runner.answer_text import AnswerText, check_stop
+from kvjax_models.runner.decode import decode_program
+from kvjax_models.runner.generator import Generator
+from kvjax_models.runner.sampling import Sampling
 from tests.kvjax.support import ON_A_MESH, each
 from tests.models import tiny
 from tests.models.loops import decode_all

@@ -9,7 +9,7 @@ import pytest
 import kvjax
 from kvjax import registry
 from kvjax_models.formats import huggingface
-from kvjax_models.generation.generator import Generator
+from kvjax_models.runner.generator import Generator
 from tests.kvjax.support import ON_A_MESH as POLICIES
 from tests.models import families, tiny
 from tests.models.loops import decode_all

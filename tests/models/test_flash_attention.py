@@ -12,11 +12,11 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import process_mask
 
-from kvjax_models.generation.prefill import prefill_layer
 from kvjax_models.model import flash_attention
 from kvjax_models.model.exact_attention import chunk_attention
 from kvjax_models.model.flash_attention import AttentionSpec, unsupported_reason
 from kvjax_models.model.llama import Llama
+from kvjax_models.runner.prefill import prefill_layer
 from tests.models.support import small_config
 
 BF16 = jnp.dtype(jnp.bfloat16)

@@ -13,15 +13,15 @@ from flax import nnx
 import kvjax
 from experiments.common.compiled import large_outputs
 from kvjax.policy import Prompt
-from kvjax_models.generation import decode as decode_lib
-from kvjax_models.generation import lowering, prefill, repetition
-from kvjax_models.generation.decode import NO_TOKEN, decode_program
-from kvjax_models.generation.generator import Generator, prefill_together
-from kvjax_models.generation.plan import Plan
-from kvjax_models.generation.sampling import Sampling
-from kvjax_models.generation.state import compact_layer
 from kvjax_models.model import llama
 from kvjax_models.model.llama import Llama
+from kvjax_models.runner import decode as decode_lib
+from kvjax_models.runner import lowering, prefill, repetition
+from kvjax_models.runner.decode import NO_TOKEN, decode_program
+from kvjax_models.runner.generator import Generator, prefill_together
+from kvjax_models.runner.plan import Plan
+from kvjax_models.runner.sampling import Sampling
+from kvjax_models.runner.state import compact_layer
 from tests.models import tiny
 from tests.models.loops import decode, decode_all
 from tests.models.support import compile_counts, key_data, small_config

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import kvjax
-from kvjax_models.generation.decode import append_program, decode_program
-from kvjax_models.generation.state import compact_layer
+from kvjax_models.runner.decode import append_program, decode_program
+from kvjax_models.runner.state import compact_layer
 from tests.models.loops import decode_all
 from tests.models.support import compile_counts
 from tests.models.test_generate import PERIOD, PROMPTS, TURN, make_generator, random_model

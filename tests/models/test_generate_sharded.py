@@ -25,11 +25,11 @@ from kvjax.distributed.sharding import rename_axes
 from kvjax_models import LanguageModel
 from kvjax_models.engine import Engine
 from kvjax_models.formats import huggingface
-from kvjax_models.generation import lowering, prefill
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.state import state_shardings
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
+from kvjax_models.runner import lowering, prefill
+from kvjax_models.runner.generator import Generator
+from kvjax_models.runner.state import state_shardings
 from kvjax_models.saves import Save
 from kvjax_models.sharding import mesh_of, parameter_shardings, shard_model
 from tests.kvjax import support

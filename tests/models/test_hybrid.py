@@ -10,11 +10,11 @@ import pytest
 import kvjax
 from kvjax_models.formats import huggingface
 from kvjax_models.formats.checkpoint import LoadOptions
-from kvjax_models.generation import decode
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.prefill import prefill_layers
-from kvjax_models.generation.repetition import make_repetitions
 from kvjax_models.model.gated_delta import GatedDeltaSizes
+from kvjax_models.runner import decode
+from kvjax_models.runner.generator import Generator
+from kvjax_models.runner.prefill import prefill_layers
+from kvjax_models.runner.repetition import make_repetitions
 from kvjax_models.saves import Save
 from tests.models import tiny
 from tests.models.loops import decode_all

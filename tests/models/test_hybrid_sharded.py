@@ -9,10 +9,10 @@ import pytest
 
 import kvjax
 from kvjax_models import LanguageModel
-from kvjax_models.generation.generator import Generator
 from kvjax_models.model.gated_delta import GatedDeltaSizes
 from kvjax_models.model.llama import Llama
 from kvjax_models.model.short_convolution import ShortConvolutionSizes
+from kvjax_models.runner.generator import Generator
 from kvjax_models.saves import Save
 from kvjax_models.sharding import shard_model
 from tests.models import tiny

@@ -13,9 +13,9 @@ from flax import nnx
 import kvjax
 from kvjax_models import profile
 from kvjax_models.adapters import layers as adapter_layers
-from kvjax_models.generation import lowering, prefill
-from kvjax_models.generation.generator import Generator, prefill_together
 from kvjax_models.model.llama import Llama
+from kvjax_models.runner import lowering, prefill
+from kvjax_models.runner.generator import Generator, prefill_together
 from tests.models import tiny
 from tests.models.loops import decode_all
 from tests.models.support import compile_counts, key_data, small_config

@@ -114,7 +114,7 @@ def test_compressed_caches(tasks):
 
 @pytest.mark.parametrize("split, find_end", SPLITS.values(), ids=SPLITS)
 def test_options_of_a_question_equal_continuations_of_its_prefix(tasks, split, find_end, monkeypatch):
-    from kvjax_models.generation.generator import Generator
+    from kvjax_models.runner.generator import Generator
 
     prefills = []
     original = Generator.prefill

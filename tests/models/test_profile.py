@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 
 from kvjax_models import calibration_texts, cli, profile
-from kvjax_models.generation.prefill import prefill_layers
 from kvjax_models.model.llama import Llama
 from kvjax_models.profile import FRACTIONS
+from kvjax_models.runner.prefill import prefill_layers
 from tests.models import tiny
 from tests.models.support import small_config
 

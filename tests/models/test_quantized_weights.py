@@ -9,9 +9,9 @@ from flax import nnx
 import kvjax
 from kvjax_models import formats, load
 from kvjax_models.formats.checkpoint import _input_axis, flatten_parameters
-from kvjax_models.generation.generator import Generator
 from kvjax_models.model import quantized
 from kvjax_models.model.llama import parameter_bytes
+from kvjax_models.runner.generator import Generator
 from tests.models import tiny
 from tests.models.loops import decode_all
 from tests.models.support import GOLDEN

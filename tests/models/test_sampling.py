@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax_models.generation.sampling import (
+from kvjax_models.runner.sampling import (
     MAX_LOGPROBS,
     Sampling,
     _keep_most_likely,

@@ -13,12 +13,12 @@ from jax.sharding import NamedSharding
 
 import kvjax
 from experiments.common.compiled import collectives, large_outputs
-from kvjax_models.generation import lowering, prefill
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.sequence_parallel import CHUNK_SPEC, chunk_size
 from kvjax_models.model import flash_attention
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
+from kvjax_models.runner import lowering, prefill
+from kvjax_models.runner.generator import Generator
+from kvjax_models.runner.sequence_parallel import CHUNK_SPEC, chunk_size
 from kvjax_models.sharding import KV_SPEC, mesh_of, replicate, shard_model
 from tests.kvjax import support
 from tests.models.test_generate_sharded import needs_devices, run_two_processes, starts_processes

@@ -18,7 +18,7 @@ import openai
 import pytest
 
 from kvjax_models.document import Document
-from kvjax_models.generation.sampling import Sampling
+from kvjax_models.runner.sampling import Sampling
 from kvjax_models.server import app, documents, schema
 from kvjax_models.server.answers import Format
 from kvjax_models.server.app import _PAGE

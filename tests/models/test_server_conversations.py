@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from kvjax_models.generation.sampling import Sampling
+from kvjax_models.runner.sampling import Sampling
 from tests.models import tiny
 from tests.models.loops import decode_all
 from tests.models.serving import MODEL, Server, wait_until

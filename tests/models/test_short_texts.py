@@ -10,8 +10,8 @@ import kvjax
 from kvjax.budget import Budget, SmallBudgetWarning, fit_bytes, fit_share, limited_bytes
 from kvjax.registry import POLICIES
 from kvjax.spec import TILE
-from kvjax_models.generation import auto_policy
 from kvjax_models.profile import FRACTIONS, Profile
+from kvjax_models.runner import auto_policy
 from tests.kvjax.support import make_spec
 from tests.models import tiny
 

@@ -11,9 +11,9 @@ from flax import nnx
 
 import kvjax
 from kvjax_models import compile_cache
-from kvjax_models.generation.decode import decode_program
-from kvjax_models.generation.generator import Generator
 from kvjax_models.model.llama import Llama
+from kvjax_models.runner.decode import decode_program
+from kvjax_models.runner.generator import Generator
 from tests.models.loops import decode_all, generate
 from tests.models.support import count_compilations, small_config
 

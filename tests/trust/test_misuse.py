@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.sampling import Sampling, row_sampling, sample
 from kvjax_models.model.llama import Llama
+from kvjax_models.runner.generator import Generator
+from kvjax_models.runner.sampling import Sampling, row_sampling, sample
 from tests.kvjax.support import BATCH, HEAD_DIM, LENGTHS, POLICIES, each, make_spec
 from tests.kvjax.support import ON_A_MESH as ANY_VALUES
 from tests.models.loops import decode, decode_all, generate

@@ -15,8 +15,8 @@ import kvjax
 from experiments.common.rows import RowFile
 from kvjax_models import atomic_io
 from kvjax_models.fingerprint import model_fingerprint
-from kvjax_models.generation.generator import Generator
 from kvjax_models.model.llama import Llama
+from kvjax_models.runner.generator import Generator
 from kvjax_models.saves import DIGESTS, Save
 from tests.models.support import damage_bytes, limit_file_size, small_config, start_python
 

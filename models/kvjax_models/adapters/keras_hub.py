@@ -30,7 +30,7 @@ from kvjax.registry import AnyPolicy
 from kvjax.state import ArrayField, count_row_faults, map_fields, state
 from kvjax_models.adapters import layers
 from kvjax_models.compile_cache import length_bucket
-from kvjax_models.generation.repetition import make_repetitions
+from kvjax_models.runner.repetition import make_repetitions
 
 _ATTENTION_LAYERS = (
     "LlamaAttention",

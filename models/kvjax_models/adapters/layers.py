@@ -17,9 +17,9 @@ from kvjax.cache import layer_policy
 from kvjax.policy import Policy, RepeatedPrompt
 from kvjax.registry import AnyPolicy, PolicyChoice, resolve_policy
 from kvjax.spec import MAX_TOKENS
-from kvjax_models.generation.repetition import BLOCK
-from kvjax_models.generation.state import check_seed, row_keys
 from kvjax_models.model.exact_attention import PromptAndTexts, attend_repetitions, chunk_attention
+from kvjax_models.runner.repetition import BLOCK
+from kvjax_models.runner.state import check_seed, row_keys
 
 
 @functools.lru_cache(maxsize=64)
@@ -248,7 +248,7 @@ def scale_queries(spec: kvjax.CacheSpec, query: Float[Array, "B T H_q D"]) -> Fl
 
 
 class Repetitions(NamedTuple):
-    """Texts that repeat the prompts of a batch (`generation.repetition.make_repetitions`)."""
+    """Texts that repeat the prompts of a batch (`runner.repetition.make_repetitions`)."""
 
     tokens: Int[np.ndarray, "B C R"]
     lengths: Int[np.ndarray, "B C"]

@@ -11,9 +11,9 @@ from kvjax_models.cache import MAX_ROWS
 from kvjax_models.cli.options import ModelOptions, read_text, repeatable
 from kvjax_models.cli.output import write_output
 from kvjax_models.engine import Engine
-from kvjax_models.generation.auto_policy import NamedPolicy
-from kvjax_models.generation.state import check_seed
 from kvjax_models.language_model import LanguageModel
+from kvjax_models.runner.auto_policy import NamedPolicy
+from kvjax_models.runner.state import check_seed
 
 
 @dataclasses.dataclass(frozen=True)

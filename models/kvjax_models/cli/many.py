@@ -25,10 +25,10 @@ from kvjax_models.cli.options import GenerationOptions, read_text
 from kvjax_models.cli.progress import is_terminal
 from kvjax_models.engine import seed_of_prompt
 from kvjax_models.fingerprint import describe_model, tokenizer_fingerprint
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.sampling import Sampling
-from kvjax_models.generation.state import check_seed
 from kvjax_models.language_model import LanguageModel
+from kvjax_models.runner.generator import Generator
+from kvjax_models.runner.sampling import Sampling
+from kvjax_models.runner.state import check_seed
 from kvjax_models.saves import describe_difference
 
 FORMAT = 4  # of OUT.jsonl.run.json

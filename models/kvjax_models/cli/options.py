@@ -18,11 +18,11 @@ from kvjax_models.cache import CachedModel
 from kvjax_models.cli.output import write_status
 from kvjax_models.devices import Devices, initialize_processes, make_mesh
 from kvjax_models.formats import chat_template
-from kvjax_models.generation.auto_policy import DEFAULT_BUDGET, NamedPolicy
-from kvjax_models.generation.sampling import Sampling
-from kvjax_models.generation.state import check_seed
 from kvjax_models.model.quantized import WeightDtype
 from kvjax_models.prefix import Prefix
+from kvjax_models.runner.auto_policy import DEFAULT_BUDGET, NamedPolicy
+from kvjax_models.runner.sampling import Sampling
+from kvjax_models.runner.state import check_seed
 
 
 @dataclasses.dataclass(frozen=True)

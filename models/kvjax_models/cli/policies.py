@@ -58,7 +58,7 @@ def list_policies(policies: Mapping[str, str]) -> str:
 
 def describe_auto() -> str:
     """Describes `auto` for the command line, from the documentation of `auto_policy`."""
-    from kvjax_models.generation import auto_policy  # imports JAX, as below
+    from kvjax_models.runner import auto_policy  # imports JAX, as below
 
     _, rules, steps, *_ = inspect.cleandoc(auto_policy.__doc__ or "").split("\n\n")
     equivalent = f"It stands for {auto_policy.POLICY}:heads=auto, with settings for the model and the budget:"

@@ -6,8 +6,8 @@ from typing import Any
 from kvjax.spec import check_integer
 from kvjax_models.engine.engine import Engine, HasPrefix, seed_of_prompt
 from kvjax_models.engine.outputs import Collector, Completion, Usage
-from kvjax_models.generation.sampling import Sampling, SamplingOptions
 from kvjax_models.prefix import Prefix
+from kvjax_models.runner.sampling import Sampling, SamplingOptions
 
 # One answer, a list of them, or a list of `n` for every prompt; with details, completions and a usage.
 Answers = (

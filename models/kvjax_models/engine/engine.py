@@ -28,14 +28,14 @@ from kvjax_models.engine.outputs import Collector, Completion, FinishReason, Out
 from kvjax_models.engine.rows import Rows
 from kvjax_models.engine.scheduler import Scheduler, Waiting
 from kvjax_models.formats.tokenizer import CONTEXT_TOKENS, Tokenizer
-from kvjax_models.generation.answer_text import AnswerText, check_stop
-from kvjax_models.generation.decode import NO_TOKEN
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.sampling import GREEDY, SampledTokens, Sampling
-from kvjax_models.generation.state import GenerationState, check_seed
 from kvjax_models.keywords import suggest_keywords
 from kvjax_models.prefix import Prefix, check_frozen
 from kvjax_models.prompts import Prompt, TemplateOptions, encode_prompt, is_tokens
+from kvjax_models.runner.answer_text import AnswerText, check_stop
+from kvjax_models.runner.decode import NO_TOKEN
+from kvjax_models.runner.generator import Generator
+from kvjax_models.runner.sampling import GREEDY, SampledTokens, Sampling
+from kvjax_models.runner.state import GenerationState, check_seed
 from kvjax_models.sharding import replicate
 from kvjax_models.stopwatch import Stopwatch
 

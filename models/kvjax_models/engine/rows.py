@@ -13,11 +13,11 @@ from jaxtyping import Array, Bool, Int
 
 import kvjax
 from kvjax.state import count_row_faults
-from kvjax_models.generation.decode import Prefixes, decode_block
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.sampling import SampledTokens
-from kvjax_models.generation.state import GenerationState, compact_layers, constrain_state
 from kvjax_models.prefix import Prefix
+from kvjax_models.runner.decode import Prefixes, decode_block
+from kvjax_models.runner.generator import Generator
+from kvjax_models.runner.sampling import SampledTokens
+from kvjax_models.runner.state import GenerationState, compact_layers, constrain_state
 from kvjax_models.sharding import replicate
 
 

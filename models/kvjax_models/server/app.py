@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from kvjax_models.document import Document
 from kvjax_models.engine import Collector, Output
-from kvjax_models.generation.answer_text import check_stop
+from kvjax_models.runner.answer_text import check_stop
 from kvjax_models.server import schema
 from kvjax_models.server.answers import Format, TokenBytes, event
 from kvjax_models.server.conversations import digests

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from kvjax_models.generation.sampling import Sampling
 from kvjax_models.prompts import Message
+from kvjax_models.runner.sampling import Sampling
 from kvjax_models.server.errors import RequestError
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from kvjax.budget import format_bytes
 from kvjax_models.cache import CachedModel
 from kvjax_models.document import Document
 from kvjax_models.engine import Engine, Output, seed_of_prompt
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.sampling import Sampling
 from kvjax_models.prefix import Prefix
+from kvjax_models.runner.generator import Generator
+from kvjax_models.runner.sampling import Sampling
 from kvjax_models.server.conversations import Conversations, extend_digest
 from kvjax_models.server.documents import Documents
 from kvjax_models.server.errors import RequestError

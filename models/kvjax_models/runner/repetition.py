@@ -14,17 +14,17 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kvjax.distributed.sharding import HEADS, ROWS
 from kvjax.policy import RepeatedPrompt, Repetition
-from kvjax_models.generation.sequence_parallel import (
+from kvjax_models.model.exact_attention import PromptAndTexts, attend_repetitions, attend_texts
+from kvjax_models.model.llama import DecoderLayer, RecurrentLayer
+from kvjax_models.model.recurrent import RecurrentState
+from kvjax_models.model.rotary import Rotary, rotation
+from kvjax_models.runner.sequence_parallel import (
     CHUNK_SPEC,
     DeviceGroup,
     join_chunks,
     split_into_chunks,
     with_gathered_parameters,
 )
-from kvjax_models.model.exact_attention import PromptAndTexts, attend_repetitions, attend_texts
-from kvjax_models.model.llama import DecoderLayer, RecurrentLayer
-from kvjax_models.model.recurrent import RecurrentState
-from kvjax_models.model.rotary import Rotary, rotation
 from kvjax_models.sharding import KV_SPEC, constrain_to_batch, head_counts, shard_attention
 
 BLOCK = 64  # tokens of a repetition per block of attention

@@ -16,12 +16,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
-from kvjax_models.generation.sampling import MAX_LOGPROBS, SampledTokens, is_finite, sample, with_answer, with_prompt
-from kvjax_models.generation.scorer import predict_log_scores
-from kvjax_models.generation.state import GenerationState, constrain_state
 from kvjax_models.model.llama import DecoderLayer, Llama, RecurrentLayer
 from kvjax_models.model.recurrent import RecurrentState
 from kvjax_models.model.rotary import Rotary, rotation
+from kvjax_models.runner.sampling import MAX_LOGPROBS, SampledTokens, is_finite, sample, with_answer, with_prompt
+from kvjax_models.runner.scorer import predict_log_scores
+from kvjax_models.runner.state import GenerationState, constrain_state
 from kvjax_models.sharding import constrain_replicated, constrain_to_batch, replicate
 
 # Models with fewer layers compile fast, and the calls would be a larger share of a step: 20 to 30% for 8 of width 512.

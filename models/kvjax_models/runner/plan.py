@@ -16,8 +16,8 @@ from kvjax.messages import shorten
 from kvjax.policy import Policy
 from kvjax.quantization import KVDtype
 from kvjax.spec import check_integer
-from kvjax_models.generation.state import cache_specs
 from kvjax_models.model.llama import Llama
+from kvjax_models.runner.state import cache_specs
 
 
 @dataclasses.dataclass(frozen=True)

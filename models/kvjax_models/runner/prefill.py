@@ -18,9 +18,14 @@ from jaxtyping import Array, Float, Int, Shaped
 import kvjax
 from kvjax.distributed.sharding import HEADS, ROWS
 from kvjax.policy import RepeatedPrompt, Repetition
-from kvjax_models.generation import repetition
-from kvjax_models.generation.scorer import predict_log_scores
-from kvjax_models.generation.sequence_parallel import (
+from kvjax_models.model import flash_attention
+from kvjax_models.model.exact_attention import attend_in_chunks
+from kvjax_models.model.llama import DecoderLayer, Llama, RecurrentLayer
+from kvjax_models.model.recurrent import RecurrentState
+from kvjax_models.model.rotary import Angles, Rotary, rotation
+from kvjax_models.runner import repetition
+from kvjax_models.runner.scorer import predict_log_scores
+from kvjax_models.runner.sequence_parallel import (
     CHUNK_SPEC,
     DeviceGroup,
     chunk_size,
@@ -28,11 +33,6 @@ from kvjax_models.generation.sequence_parallel import (
     split_into_chunks,
     with_gathered_parameters,
 )
-from kvjax_models.model import flash_attention
-from kvjax_models.model.exact_attention import attend_in_chunks
-from kvjax_models.model.llama import DecoderLayer, Llama, RecurrentLayer
-from kvjax_models.model.recurrent import RecurrentState
-from kvjax_models.model.rotary import Angles, Rotary, rotation
 from kvjax_models.sharding import (
     KV_SPEC,
     constrain_states,

@@ -22,10 +22,10 @@ from kvjax.messages import shorten
 from kvjax.policy import Policy
 from kvjax.quantization import KVDtype
 from kvjax.state import count_row_faults, fault, row_randomness, state, static
-from kvjax_models.generation.sampling import RowSampling, Sampling, is_finite, row_sampling, with_prompt
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
 from kvjax_models.model.recurrent import RecurrentSizes, RecurrentState
+from kvjax_models.runner.sampling import RowSampling, Sampling, is_finite, row_sampling, with_prompt
 from kvjax_models.sharding import constrain_replicated, constrain_states, constrain_to_batch
 
 

@@ -23,16 +23,19 @@ from kvjax.policy import Policy, Repetition, merge_requirements
 from kvjax.quantization import KVDtype
 from kvjax.spec import check_integer
 from kvjax_models import compile_cache
-from kvjax_models.generation import decode as decode_lib
-from kvjax_models.generation import prefill as prefill_lib
-from kvjax_models.generation import state as state_lib
-from kvjax_models.generation.decode import Prefixes, SplitModel, append_block, score_block, split_model
-from kvjax_models.generation.plan import Plan
-from kvjax_models.generation.prefill import PrefilledLayer, compress_layer, last_logits, prefill_layers
-from kvjax_models.generation.rows import pad_prompts, trim_rows
-from kvjax_models.generation.sampling import GREEDY, Sampling
-from kvjax_models.generation.sequence_parallel import chunk_size
-from kvjax_models.generation.state import (
+from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.llama import Llama
+from kvjax_models.model.recurrent import RecurrentState
+from kvjax_models.runner import decode as decode_lib
+from kvjax_models.runner import prefill as prefill_lib
+from kvjax_models.runner import state as state_lib
+from kvjax_models.runner.decode import Prefixes, SplitModel, append_block, score_block, split_model
+from kvjax_models.runner.plan import Plan
+from kvjax_models.runner.prefill import PrefilledLayer, compress_layer, last_logits, prefill_layers
+from kvjax_models.runner.rows import pad_prompts, trim_rows
+from kvjax_models.runner.sampling import GREEDY, Sampling
+from kvjax_models.runner.sequence_parallel import chunk_size
+from kvjax_models.runner.state import (
     GenerationState,
     check_faults,
     commit_to_device,
@@ -40,9 +43,6 @@ from kvjax_models.generation.state import (
     finish_prefill,
     shard_state,
 )
-from kvjax_models.model.config import LlamaConfig
-from kvjax_models.model.llama import Llama
-from kvjax_models.model.recurrent import RecurrentState
 from kvjax_models.sharding import mesh_of, replicate
 
 

@@ -10,11 +10,11 @@ from jaxtyping import Array, Int
 
 import kvjax
 from kvjax.distributed.sharding import HEADS, ROWS
-from kvjax_models.generation.decode import append_program, decode_program
-from kvjax_models.generation.generator import Generator
-from kvjax_models.generation.prefill import PrefilledLayer, compression_arguments, prefill_cache, prefill_layer
-from kvjax_models.generation.sequence_parallel import CHUNK_SPEC
-from kvjax_models.generation.state import GenerationState, compact_layer, state_shardings
+from kvjax_models.runner.decode import append_program, decode_program
+from kvjax_models.runner.generator import Generator
+from kvjax_models.runner.prefill import PrefilledLayer, compression_arguments, prefill_cache, prefill_layer
+from kvjax_models.runner.sequence_parallel import CHUNK_SPEC
+from kvjax_models.runner.state import GenerationState, compact_layer, state_shardings
 from kvjax_models.sharding import KV_SPEC
 
 

@@ -1,1 +1,0 @@
-"""Text generation through KV caches: prefill, decoding, sampling, continuous batching and saved states."""
