@@ -5,7 +5,7 @@
     document = cache.read(text)
     document.ask("What happened to the ship?")
 
-Sizes of buffers are resolved where lengths are known: in `generate`, in `read` and in `engine`.
+A `Plan` of the caches is made where lengths are known: in `generate`, in `read` and in `engine`.
 """
 
 import contextlib
@@ -435,7 +435,7 @@ class CachedModel:
         """Returns the document of a save, which has these options."""
         notes = save.notes
         distinct = [policy_of(description) for description in notes["policies"]]
-        plan = Plan.create(
+        plan = Plan(
             self.llm.model,
             [distinct[number] for number in notes["layers"]],
             max_prompt_tokens=notes["max_prompt_tokens"],
@@ -515,7 +515,7 @@ class CachedModel:
             budget = None if self.budget is None else Budget.of(EXACT_SUFFIX_TOKENS)
             streamed = dataclasses.replace(self, budget=budget, kv_dtype=reader.kv_dtype)
             policy = streamed.plan(max_prompt_tokens=1, max_new_tokens=max_new_tokens, streaming=True).policies
-        plan = Plan.create(
+        plan = Plan(
             self.llm.model,
             policy,
             max_prompt_tokens=reader.max_prompt_tokens,
@@ -528,39 +528,17 @@ class CachedModel:
 
     # --- sizes ---
 
-    def generator(
-        self,
-        *,
-        max_prompt_tokens: int,
-        max_new_tokens: int,
-        batch: int = 1,
-        streaming: bool = False,
-        budget_tokens: int | None = None,
-        context_tokens: int = 0,
-    ) -> Generator:
+    def generator(self, *, batch: int = 1, **lengths: Any) -> Generator:
         """Returns a `Generator`, with which callers fork, save and continue generation states themselves.
 
         Args:
-            max_prompt_tokens: maximum length of the first prompt.
-            max_new_tokens: maximum number of tokens after it.
             batch: number of batch rows.
-            streaming: whether prompts are compressed while they are processed, in memory independent of their length;
-                see `Generator`.
-            budget_tokens: sequence length whose full cache a budget's share refers to; by default the sum of
-                `max_prompt_tokens` and `max_new_tokens`.
-            context_tokens: see `Generator`.
+            **lengths: arguments of `plan`.
 
         Returns:
             The generator.
         """
-        plan = self.plan(
-            max_prompt_tokens=max_prompt_tokens,
-            max_new_tokens=max_new_tokens,
-            streaming=streaming,
-            budget_tokens=budget_tokens,
-            context_tokens=context_tokens,
-        )
-        return self._generator_of(plan, batch)
+        return self._generator_of(self.plan(**lengths), batch)
 
     def _generator_of(self, plan: Plan, batch: int = 1) -> Generator:
         """Returns a generator of a plan."""
@@ -585,11 +563,13 @@ class CachedModel:
         """Chooses policies, format and slots of the caches of one sequence.
 
         Args:
-            max_prompt_tokens: as for `generator`, as are the other arguments.
-            max_new_tokens: maximum number of tokens after the prompt.
-            streaming: whether prompts are compressed while they are processed.
-            budget_tokens: sequence length that a budget's share refers to.
-            context_tokens: maximum number of tokens of a sequence.
+            max_prompt_tokens: maximum length of the first prompt.
+            max_new_tokens: maximum number of tokens after it.
+            streaming: whether prompts are compressed while they are processed, in memory independent of their length;
+                see `Plan`.
+            budget_tokens: sequence length whose full cache a budget's share refers to; by default the sum of
+                `max_prompt_tokens` and `max_new_tokens`.
+            context_tokens: see `Plan`.
 
         Returns:
             The plan.
@@ -625,7 +605,7 @@ class CachedModel:
             is_short = budget.fraction is not None and limited_bytes(resolved, spec) > budget.limit(spec, tokens)
             if not is_short and not resolved.is_retrieval:
                 budget.warn_if_small(spec, tokens)
-        return Plan.create(
+        return Plan(
             self.llm.model, resolved, **lengths, context_tokens=context_tokens, kv_dtype=kv_dtype, is_short=is_short
         )
 

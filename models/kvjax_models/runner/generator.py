@@ -107,7 +107,7 @@ class Generator:
             prefill_chunk: tokens per chunk of exact prefill.
             allow_beyond_context: whether sequences may exceed the model's context length.
             scorer: coefficients of predicted scores.
-            **lengths: arguments of `Plan.create`.
+            **lengths: arguments of `Plan`.
 
         Raises:
             ValueError: if an argument is invalid, or a policy requires predicted scores and there is no scorer.
@@ -118,7 +118,7 @@ class Generator:
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1 token")
         if not isinstance(plan, Plan):
-            plan = Plan.create(model, plan, **lengths)
+            plan = Plan(model, plan, **lengths)
         elif lengths:
             raise TypeError(f"{', '.join(lengths)} belong to the plan; make another plan with them")
         values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}

@@ -7,6 +7,7 @@ these lengths; nothing below chooses a policy, a format or a size again.
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import kvjax
 from kvjax.budget import row_bytes, row_read_bytes
@@ -25,101 +26,65 @@ class Plan:
     """The caches of one sequence.
 
     Attributes:
-        policies: policy of every layer with attention. Layers with a sliding window cache exactly their window.
-        specs: spec of the cache of each of these layers, with one batch row.
         max_prompt_tokens: maximum length of the first prompt, or of the prefixes.
         max_new_tokens: maximum number of tokens after it, generated tokens and later prompts together.
-        context_tokens: maximum number of tokens of a sequence, also outside the caches.
+        context_tokens: maximum number of tokens of a sequence, also outside the caches; by default their capacity.
         kv_dtype: quantization format of the caches (`kvjax.CacheSpec.kv_dtype`).
         streaming: whether the first prompt is appended in blocks like later ones, each attending to the compressed
             cache. Memory is then independent of the prompt's length.
-        is_suffix: whether the caches hold only the tokens after frozen prefixes.
+        is_suffix: whether the caches hold only the up to `max_new_tokens` tokens after frozen prefixes.
         is_short: whether the share of a budget was less than the smallest cache of its policy, so that the caches hold
             more.
+        policies: policy of every layer with attention. Layers with a sliding window cache exactly their window.
+        specs: spec of the cache of each of these layers, with one batch row.
         block_size: tokens between two compactions of all layers.
+
+    Raises:
+        ValueError: if a value is invalid, or a policy does not support streaming.
     """
 
-    policies: tuple[Policy, ...]
-    specs: tuple[kvjax.CacheSpec, ...]
+    model: dataclasses.InitVar[Llama]
+    policy: dataclasses.InitVar[Policy | Sequence[Policy]]  # of all layers with attention, or one for each of them
+    _: dataclasses.KW_ONLY
     max_prompt_tokens: int
     max_new_tokens: int
-    context_tokens: int
-    kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None
-    streaming: bool
-    is_suffix: bool
-    is_short: bool
-    block_size: int
+    context_tokens: int = 0
+    kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None
+    streaming: bool = False
+    is_suffix: bool = False
+    is_short: bool = False
+    policies: tuple[Policy, ...] = dataclasses.field(init=False)
+    specs: tuple[kvjax.CacheSpec, ...] = dataclasses.field(init=False)
+    block_size: int = dataclasses.field(init=False)
 
-    @classmethod
-    def create(
-        cls,
-        model: Llama,
-        policy: Policy | Sequence[Policy],
-        *,
-        max_prompt_tokens: int,
-        max_new_tokens: int,
-        context_tokens: int = 0,
-        kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None = None,
-        streaming: bool = False,
-        is_suffix: bool = False,
-        is_short: bool = False,
-    ) -> "Plan":
-        """Returns the plan for a policy.
+    def __post_init__(self, model: Llama, policy: Policy | Sequence[Policy]) -> None:
+        def set_field(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)
 
-        Args:
-            model: the decoder.
-            policy: cache policy of all layers, or one per layer. Layers of hybrid models without attention have no
-                cache and do not count.
-            max_prompt_tokens: see `Plan`, as for the other arguments.
-            max_new_tokens: maximum number of tokens after it.
-            context_tokens: maximum number of tokens of a sequence; by default the capacity of the caches.
-            kv_dtype: quantization format.
-            streaming: whether the first prompt is appended in blocks.
-            is_suffix: whether the caches hold only the tokens after frozen prefixes.
-            is_short: whether the caches hold more than a budget's share.
-
-        Returns:
-            The plan.
-
-        Raises:
-            ValueError: if an argument is invalid, or a policy does not support streaming.
-        """
-        for name, flag in (("streaming", streaming), ("is_suffix", is_suffix)):
-            if not isinstance(flag, bool):
+        for name in ("streaming", "is_suffix"):
+            if not isinstance(flag := getattr(self, name), bool):
                 raise ValueError(f"{name}={shorten(flag)} must be True or False")
         layers = len(model.config.attention_layers)
         if not isinstance(policy, Policy) and len(policy) != layers:
             raise ValueError(f"policy must be one policy, or one for each of {layers} layers, got {len(policy)}")
-        max_prompt_tokens = check_integer("max_prompt_tokens", max_prompt_tokens, 1)
-        max_new_tokens = check_integer("max_new_tokens", max_new_tokens, 0)
-        context_tokens = context_tokens or max_prompt_tokens + max_new_tokens
+        for name, minimum in (("max_prompt_tokens", 1), ("max_new_tokens", 0)):
+            set_field(name, check_integer(name, getattr(self, name), minimum))
+        set_field("context_tokens", self.context_tokens or self.max_prompt_tokens + self.max_new_tokens)
         specs = cache_specs(
             model,
             batch=1,
-            max_prompt_tokens=1 if is_suffix else max_prompt_tokens,
-            max_new_tokens=max_new_tokens,
-            streaming=streaming,
-            kv_dtype=kv_dtype,
-            context_tokens=context_tokens,
+            max_prompt_tokens=1 if self.is_suffix else self.max_prompt_tokens,
+            max_new_tokens=self.max_new_tokens,
+            streaming=self.streaming,
+            kv_dtype=self.kv_dtype,
+            context_tokens=self.context_tokens,
         )
-        given = (policy,) * layers if isinstance(policy, Policy) else tuple(policy)
-        policies = tuple(layer_policy(*layer) for layer in zip(given, specs, strict=True))
-        if streaming and (unsupported := [one for one in policies if one.requires.entire_prompt]):
+        by_layer = (policy,) * layers if isinstance(policy, Policy) else policy
+        set_field("policies", tuple(layer_policy(*layer) for layer in zip(by_layer, specs, strict=True)))
+        if self.streaming and (unsupported := [one for one in self.policies if one.requires.entire_prompt]):
             raise ValueError(f"{unsupported[0]} compresses entire prompts; set streaming=False")
-        block_size = min(specs[0].max_new_tokens, *(one.compact_every for one in policies))
-        specs = tuple(dataclasses.replace(spec, staging_slots=block_size) for spec in specs)
-        return cls(
-            policies,
-            specs,
-            max_prompt_tokens,
-            max_new_tokens,
-            context_tokens,
-            kv_dtype,
-            streaming,
-            is_suffix,
-            is_short,
-            block_size,
-        )
+        set_field("block_size", min(specs[0].max_new_tokens, *(one.compact_every for one in self.policies)))
+        set_field("specs", tuple(dataclasses.replace(spec, staging_slots=self.block_size) for spec in specs))
 
     @property
     def scoring_policy(self) -> Policy | None:
