@@ -15,7 +15,7 @@ from kvjax_models.model.llama import Llama
 from kvjax_models.profile import FRACTIONS, Profile
 from kvjax_models.runner.auto_policy import Auto, AutoHeads, NamedPolicy, cache_options, resolve_auto
 from kvjax_models.runner.state import cache_specs
-from kvjax_models.saves import Saves
+from kvjax_models.saves import Save
 from tests.models import tiny
 from tests.models.support import small_config
 
@@ -266,25 +266,23 @@ def test_no_text_is_parsed_after_the_options_are_values(monkeypatch):
     monkeypatch.setattr(PolicyChoice, "parse", refuse)
     monkeypatch.setattr("kvjax_models.runner.auto_policy.split_policy", refuse)
     for cache in caches:
-        cache.tails(cache.document_generator(300, 8), 8)
+        cache.suffixes(cache.document_generator(300, 8), 8)
         assert dataclasses.replace(cache).generator(max_prompt_tokens=300, max_new_tokens=5000).row_bytes
 
 
 def test_a_saved_document_has_its_options(monkeypatch, tmp_path):
     """Also one of version 0.4, whose options were text."""
     monkeypatch.setattr("kvjax_models.profile.find_or_measure", lambda *_, **__: make_profile(NEEDS, scorer=None))
-    llm, notes = tiny.make_llm(layers=LAYERS), Saves.notes
+    llm, read_notes = tiny.make_llm(layers=LAYERS), Save.notes.fget
     texts = ["auto", "auto@50%", "snapkv:window_size=8@64 slots", "chelsea:recent=8,heads=auto@50%", "exact"]
     for number, text in enumerate(texts):
-        cache = llm.cache(text)
-        cache.read("A text of some words.", max_new_tokens=8, chat=False).save(tmp_path / str(number))
-        old = {"policy": text, "budget": None, "heads": None}
-        for changes in ({}, old):
+        document = llm.cache(text).read("A text of some words.", max_new_tokens=8, chat=False)
+        document.save(tmp_path / str(number))
+        for changes in ({}, {"policy": text, "budget": None, "heads": None}):
 
-            def saved(self, step, changes=changes):
-                saved = notes(self, step)
+            def notes(save, changes=changes):
+                saved = read_notes(save)
                 return saved | {"cache": saved["cache"] | changes}
 
-            monkeypatch.setattr(Saves, "notes", saved)
-            opened = llm.open(tmp_path / str(number)).cache
-            assert (opened.policy, opened.budget, opened.heads) == (cache.policy, cache.budget, cache.heads)
+            monkeypatch.setattr(Save, "notes", property(notes))
+            assert llm.open(tmp_path / str(number)).options == document.options
