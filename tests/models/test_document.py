@@ -118,7 +118,7 @@ def test_suffixes_beyond_a_limit_are_compressed(monkeypatch):
 
 
 def test_long_tails_have_the_policy_of_each_layer(monkeypatch):
-    monkeypatch.setattr(cache, "EXACT_TAIL_TOKENS", 48)
+    monkeypatch.setattr(cache, "EXACT_SUFFIX_TOKENS", 48)
     cached = tiny.make_lively_llm(windows=(24, None)).cache("uniform:sinks=2,recent=8,compact_every=8@80 slots")
     tails = cached.suffixes(cached.document_generator(100, 96), 96)
     assert tails.policies[0] == kvjax.SlidingWindow(24, compact_every=8)
