@@ -23,6 +23,7 @@ NOT_RUN = {
     "kvjax download": "loads files from the network; `make demo` and `make docs` run it",
     "git clone": "loads files from the network",
     "make demo": "loads files from the network; tests/experiments/test_demo.py runs the program",
+    "make test": "runs all quick tests",
     "make aot": "a target of the Makefile, which installs compilers of several GB",
     "make rehearse": "a part of `make test-all`",
     "make measure": "needs a device",
