@@ -423,7 +423,8 @@ class CachedModel:
         return Document(
             tokenizer=self.llm.tokenizer,
             prefix=prefix,
-            suffixes=functools.partial(self.suffixes, prefix.generator),
+            # Questions of similar lengths have one plan, and one model whose layers are flattened.
+            suffixes=functools.lru_cache(maxsize=8)(functools.partial(self.suffixes, prefix.generator)),
             options=self._describe(prefix.generator.policies[-1]),
             context=context,
             messages=messages,
