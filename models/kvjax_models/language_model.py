@@ -4,7 +4,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import huggingface_hub
 import jax
@@ -15,8 +15,10 @@ from jax.sharding import Mesh
 from kvjax.budget import Budget
 from kvjax.messages import shorten
 from kvjax_models import compile_cache, formats, known_models
-from kvjax_models.cache import CachedModel, KVDtypes, open_document
+from kvjax_models.cache import CachedModel, GenerateOptions, KVDtypes, open_document
 from kvjax_models.document import Document
+from kvjax_models.engine import Completion, Usage
+from kvjax_models.engine.answers import Answers
 from kvjax_models.formats.checkpoint import LoadOptions
 from kvjax_models.keywords import suggest_keywords
 from kvjax_models.model.quantized import WeightDtype
@@ -27,6 +29,17 @@ from kvjax_models.runner.auto_policy import AnyPolicy, Heads, cache_options
 from kvjax_models.tokenized_model import TokenizedModel
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]  # downloaded from the hub, without subdirectories
+
+
+Size: TypeAlias = int | str | Budget | None
+
+
+class OneCallOptions(GenerateOptions, total=False):
+    """The options of `LanguageModel.generate` that do not change the type of the result."""
+
+    kv_dtype: KVDtypes
+    heads: Heads
+    allow_beyond_context: bool
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -67,18 +80,58 @@ class LanguageModel(TokenizedModel):
         policy_value, size, head_values = cache_options(policy, budget, heads)
         return CachedModel(self, policy_value, size, kv_dtype, head_values, allow_beyond_context)
 
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self, prompt: Prompt, policy: AnyPolicy = ..., budget: Size = ..., **options: Unpack[OneCallOptions]
+    ) -> str: ...
+    @overload
+    def generate(
+        self, prompt: Sequence[Prompt], policy: AnyPolicy = ..., budget: Size = ..., **options: Unpack[OneCallOptions]
+    ) -> list[str]: ...
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        policy: AnyPolicy = ...,
+        budget: Size = ...,
+        *,
+        return_details: Literal[True],
+        **options: Unpack[OneCallOptions],
+    ) -> tuple[Completion, Usage]: ...
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[Prompt],
+        policy: AnyPolicy = ...,
+        budget: Size = ...,
+        *,
+        return_details: Literal[True],
+        **options: Unpack[OneCallOptions],
+    ) -> tuple[list[Completion], Usage]: ...
+    @overload
+    def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        policy: AnyPolicy = ...,
+        budget: Size = ...,
+        *,
+        n: int,
+        return_details: bool = False,
+        **options: Unpack[OneCallOptions],
+    ) -> Answers: ...
+
     @suggest_keywords(CachedModel.generate)
     def generate(
         self,
         prompt: Prompt | Sequence[Prompt],
         policy: AnyPolicy = "exact",
-        budget: int | str | Budget | None = None,
+        budget: Size = None,
         *,
         kv_dtype: KVDtypes = None,
         heads: Heads = None,
         allow_beyond_context: bool = False,
         **options: Any,
-    ) -> Any:
+    ) -> Answers:
         """Continues texts or answers conversations in one call: `cache(policy, budget).generate(prompt)`.
 
         Args:
