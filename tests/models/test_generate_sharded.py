@@ -35,6 +35,7 @@ from kvjax_models.sharding import mesh_of, parameter_shardings, shard_model
 from tests.kvjax import support
 from tests.models import tiny
 from tests.models.huggingface_files import save_model
+from tests.models.loops import decode, decode_all
 from tests.models.support import GOLDEN, ROOT, start_python
 
 DEVICES = 8

@@ -189,6 +189,6 @@ def test_turns_of_the_chat_command_continue_after_special_tokens_as_text():
     conversation = Conversation(llm, Chat(policy="exact", context_tokens=512, max_new_tokens=8))
     for turn in (f"Who wrote {tiny.EOS}?", "And <", f"{tiny.BOS}?"):
         text = llm.tokenizer.render_chat([*conversation.messages, {"role": "user", "content": turn}])
-        assert conversation.state is None or text.startswith(conversation._cached_text)
+        assert conversation.prefix is None or text.startswith(conversation._text)
         answer = "".join(conversation.answer(turn))
         assert answer == "".join(llm.cache().stream(conversation.messages[:-1], max_new_tokens=8))
