@@ -21,6 +21,7 @@ from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.sequence_parallel import CHUNK_SPEC, chunk_size
 from kvjax_models.sharding import KV_SPEC, mesh_of, replicate, shard_model
 from tests.kvjax import support
+from tests.models.loops import decode_all
 from tests.models.test_generate_sharded import needs_devices, run_two_processes, starts_processes
 
 heavy = functools.partial(pytest.param, marks=pytest.mark.heavy)
