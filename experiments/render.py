@@ -74,7 +74,7 @@ PARTS = {
     "heads (16 of 90), few bits": ("streaming_llm:heads=auto", "int8", "int4"),
     "heads, map and few bits: `auto`": ("auto", None, None),
 }
-FEW_HEADS = ("gemma-3-270m",)  # models whose caches have 4 bits from 20% of the bytes on, as those of `auto`
+FEW_HEADS = ("gemma-3-270m",)  # models whose caches have 4 bits from 20% of the bytes on, like `auto`
 FEW_BITS = {"int8": "8 bits", "int4": "4 bits", "int3": "3 bits", "int2": "2 bits"}  # formats of the full cache
 AUTO_BUDGETS = ("25%", "12.5%", "6.25%", "3.125%")  # that are compared with them
 SUMMARY_PAIRS = (

@@ -218,7 +218,7 @@ def _map_heads(function: Callable[..., Array], selected: Sequence[int], *arrays:
     """Applies a function of arrays [B, H, ...] to some of them at once: each operation is a kernel launch on a GPU.
 
     Args:
-        function: treats every head alike.
+        function: computes each head separately.
         selected: indices of the arrays that it is applied to.
         *arrays: its arguments, each a sequence or a mapping by index.
 

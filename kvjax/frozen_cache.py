@@ -5,7 +5,7 @@
     prefix = freeze(cache, counters)  # D prefixes; D * R rows share them, R each
     output, suffix, counters = step(suffix, counters, query, key, value, prefix=prefix)
 
-Every row holds the tokens after its prefix in a cache of its own, the suffix. The queries of the rows of one prefix are
+Every row holds the tokens after its prefix, the suffix, in a separate cache. The queries of the rows of one prefix are
 further queries of each KV head, so that a step reads the entries of a prefix once for all its rows. The partial softmax
 over the prefix merges exactly with the one over the suffix.
 

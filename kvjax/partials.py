@@ -89,7 +89,7 @@ def group_queries(queries: Float[Array, "B T H_q D"], kv_heads: int) -> Float[Ar
 
 
 def shift_of_logits(rows: Float[Array, "B H R D"], offset: Float[Array, "B H D"]) -> Float[Array, "B H R"]:
-    """Returns what a vector that is added to all keys adds to the logits of each query.
+    """Returns the change of each query's logits if a vector is added to all keys.
 
     Args:
         rows: the queries.

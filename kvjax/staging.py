@@ -117,7 +117,7 @@ def check_counters(staging: Staging, counters: Counters, spec: CacheSpec) -> Non
     if (rows, slots) != expected:
         raise ValueError(
             f"counters of {rows} rows and {slots} staging slots do not belong to a cache of {expected[0]} rows and "
-            f"{expected[1]} slots; pass those that kvjax.init returned with the cache"
+            f"{expected[1]} slots; pass the counters that kvjax.init returned with the cache"
         )
 
 

@@ -208,7 +208,7 @@ def _argument_specs(argument: Any, hint: Any) -> Any:
 
 
 def _result_specs(hint: Any, state_specs: dict[type, Any]) -> Any:
-    """Returns the partition specs of a result by its annotation, given those of the arguments by their classes."""
+    """Returns the partition specs of a result by its annotation, given the specs of the arguments by their classes."""
     if typing.get_origin(hint) is tuple:
         return tuple(_result_specs(inner, state_specs) for inner in typing.get_args(hint))
     axes = _annotated_axes(hint)

@@ -94,7 +94,7 @@ class CachedModel:
         heads: budgets of the KV heads: "auto" keeps every token in the heads that retrieve, by the model's profile
             (measured at the first use of an unknown model), a `profile.Profile`, or the shares of
             `kvjax.HeadBudgets`; equal budgets by default. "auto" and policies with `heads=auto` have it already.
-        allow_beyond_context: whether sequences may exceed the model's context length; see `Generator`.
+        allow_beyond_context: whether sequences may exceed the model's context length; otherwise they are refused.
         budget_dtype: dtype in which a budget counts arrays without quantization, such as bfloat16 for a float32 model
             that simulates a bfloat16 one; the dtype of the model by default.
     """
@@ -338,7 +338,7 @@ class CachedModel:
             max_prompt_tokens: maximum length of a prompt, or of a document's text.
             max_new_tokens: maximum number of tokens after it; with documents, of question and answer together.
             streaming: whether prompts are compressed while they are processed, in memory independent of their length;
-                see `Generator`.
+                see `Plan`.
             max_prefill_steps: see `Engine`.
             stream_interval: see `Engine`.
 
@@ -423,7 +423,7 @@ class CachedModel:
         return Document(
             tokenizer=self.llm.tokenizer,
             prefix=prefix,
-            # Questions of similar lengths have one plan, and one model whose layers are flattened.
+            # Questions of similar lengths share a plan and the flattened model.
             suffixes=functools.lru_cache(maxsize=8)(functools.partial(self.suffixes, prefix.generator)),
             options=self._describe(prefix.generator.policies[-1]),
             context=context,

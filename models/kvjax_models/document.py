@@ -292,7 +292,7 @@ class Document:
         return self.tokenizer.encode_continuation(self.tokenizer.escape(text), self.tokens) if text else []
 
     def _limit(self, prompts: Sequence[Sequence[int]], max_new_tokens: int | None) -> int:
-        """Returns the maximum number of new tokens; by default what the longest prompt leaves."""
+        """Returns the maximum number of new tokens; by default the capacity after the longest prompt."""
         longest = max(map(len, prompts))
         if max_new_tokens is None and self.max_new_tokens <= longest:
             raise ValueError(

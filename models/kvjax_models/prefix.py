@@ -3,7 +3,7 @@
 A prefix is the settled state of one row: no token is staged. It is used in one of two ways:
 
 - A *frozen* prefix is shared by any number of rows. Its entries are held once, never change, and are read once per step
-  for all rows; each row holds the tokens after it, its suffix, in a cache of its own. Documents are frozen prefixes.
+  for all rows; each row holds the tokens after it, its suffix, in a separate cache. Documents are frozen prefixes.
 - Any other prefix is copied into a row, whose caches have capacity for further tokens: a conversation whose next turn
   continues, or a prompt with several answers.
 """
@@ -33,7 +33,7 @@ class Prefix:
 
     Attributes:
         generator: sizes and policies of the caches, with one row.
-        tokens: token ids; those of `after` precede them.
+        tokens: token ids, without the ones of `after`, which precede them.
         state: state of the row after the tokens; the layers of a frozen prefix are `kvjax.FrozenCache`s.
         after: the frozen prefix that the tokens follow, if there is one.
         num_first: how many tokens were the first prompt; the others count as new tokens in the capacity of a row.
@@ -62,7 +62,7 @@ class Prefix:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, with those of `after`."""
+        """Number of tokens, including the ones of `after`."""
         return len(self.tokens) + (0 if self.after is None else self.after.num_tokens)
 
     @property

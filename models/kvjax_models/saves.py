@@ -133,7 +133,7 @@ class Save:
         return json.loads((self._path / name / "metadata").read_text(encoding="utf-8"))
 
     def _remove_incomplete(self) -> None:
-        """Removes what an interrupted save left."""
+        """Removes the files of an interrupted save."""
         for path in (self._path, *self.directory.glob(f"{_STEP}.orbax*")):
             if not (path / DIGESTS).exists():
                 shutil.rmtree(path, ignore_errors=True)

@@ -44,7 +44,7 @@ class TokenizedModel:
         config, dtype = self.model.config, self.model.embedding.param_dtype
         weights = self.model.weight_dtype or jnp.dtype(dtype).name
         return (
-            f"LanguageModel(layers={config.layers}, width={config.width}, query_heads={config.query_heads}, "
+            f"{type(self).__name__}(layers={config.layers}, width={config.width}, query_heads={config.query_heads}, "
             f"kv_heads={config.kv_heads}, head_dim={config.head_dim},\n"
             f"              vocab_size={config.vocab_size}, max_length={config.max_length}, weights={weights})"
         )

@@ -344,7 +344,7 @@ def test_counters_of_another_cache_are_refused():
     _, fewer_slots = empty_state(new=5)
     for wrong, sizes in ((fewer_rows, "2 rows and 8 staging slots"), (fewer_slots, "3 rows and 5 staging slots")):
         check_refused(
-            rf"counters of {sizes} do not belong to a cache of 3 rows and 8 slots; pass those that kvjax.init returned",
+            rf"counters of {sizes} do not belong to a cache of 3 rows and 8 slots; pass the counters that kvjax",
             lambda wrong=wrong: kvjax.prefill(empty_state()[0], wrong, *new[1:], jnp.ones(3, jnp.int32)),
             *(lambda wrong=wrong, put=put: put(cache, wrong, *new) for put in (kvjax.step, step)),
             lambda wrong=wrong: kvjax.append(cache, wrong, *new[1:]),

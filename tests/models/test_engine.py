@@ -12,7 +12,7 @@ from flax import nnx
 import kvjax
 from kvjax_models import LanguageModel
 from kvjax_models.engine import Collector, Output
-from kvjax_models.engine.rows import PROGRAMS
+from kvjax_models.engine.rows import _insert_row
 from kvjax_models.runner import prefill
 from kvjax_models.runner.answer_text import AnswerText, check_stop
 from kvjax_models.runner.decode import decode_program
@@ -175,7 +175,7 @@ def test_requests_that_differ_compile_nothing():
 def test_prompts_of_all_lengths_share_programs():
     jax.clear_caches()
     some_engine = make_engine(rows=2, max_prompt_tokens=1024, max_new_tokens=16)
-    functions = [decode_program, prefill.prefill_layer, prefill.prefill_cache, PROGRAMS[0]]
+    functions = [decode_program, prefill.prefill_layer, prefill.prefill_cache, _insert_row]
     # Prompts are padded to 4 lengths from 256 to 1,024; equal layers share programs.
     with compile_counts(functions, [1, 4, 4, 1]):
         for length in range(1, 1025, 93):

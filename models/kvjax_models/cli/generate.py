@@ -23,7 +23,6 @@ from kvjax_models.cli.output import write_output
 from kvjax_models.document import Document, check_empty
 from kvjax_models.language_model import LanguageModel
 from kvjax_models.prompts import warn_of_file_name
-from kvjax_models.stopwatch import Stopwatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,15 +168,13 @@ def _continue_text(options: Generate, llm: LanguageModel, text: str) -> None:
         max_new_tokens=options.max_new_tokens,
         seed=options.seed,
     )
-    watch, new_tokens = Stopwatch(), 0
     for output in progress.outputs(engine, progress.ProgressLine(options.quiet)):
         write_output(output.text)
-        new_tokens += len(output.tokens)
     write_output("\n")
-    usage, sizes = engine.usage(new_tokens, watch), engine.cache_sizes
+    usage, sizes = engine.usage, engine.cache_sizes
     share = engine.generator.describe_share(sizes, len(prompt) + options.max_new_tokens)
     options.write_summary(
-        f"{len(prompt)} tokens read in {usage.prefill_seconds:.2f} s, {new_tokens} generated at "
+        f"{len(prompt)} tokens read in {usage.prefill_seconds:.2f} s, {usage.new_tokens} generated at "
         f"{usage.tokens_per_second:.1f} tokens/s, {usage.compile_seconds:.1f} s of compilation",
         describe_sizes(sizes, share),
     )

@@ -41,7 +41,7 @@ from kvjax_models.stopwatch import Stopwatch
 
 
 class HasPrefix(Protocol):
-    """A text with a prefix, such as a document, and the encoding of what follows it."""
+    """A text with a prefix, such as a document, which encodes the questions about it."""
 
     @property
     def prefix(self) -> Prefix:
@@ -105,7 +105,7 @@ class Request:
     def context(self) -> list[int]:
         """The last tokens before the answer."""
         before = () if self.shared is None else self.shared.tokens
-        return [*before[-CONTEXT_TOKENS:], *self.own_tokens][-CONTEXT_TOKENS:]
+        return [*before[-CONTEXT_TOKENS:], *self.own_tokens[-CONTEXT_TOKENS:]][-CONTEXT_TOKENS:]
 
 
 class _Running(NamedTuple):
@@ -169,7 +169,8 @@ class Engine:
         self._steps: Iterator[GenerationState | None] | None = None  # that are left of the current prefill
         self._prefilled: tuple[Waiting, Prefix] | None = None  # the last prompt, if other requests have it
         self._finished: list[Output] = []  # that the next step returns
-        self._next_number = self._prompt_tokens = 0
+        self._next_number = self._prompt_tokens = self._new_tokens = 0
+        self._watch = Stopwatch()
         self.prefill_seconds = self.decode_seconds = 0.0
         self.cache_sizes = dict.fromkeys(("cache_bytes", "host_bytes", "read_bytes", "full_cache_bytes"), 0)
 
@@ -214,7 +215,7 @@ class Engine:
             max_new_tokens: maximum number of new tokens; by default the capacity of the caches.
             seed: seed of sampling.
             prompt_seed: seed of the policy's random numbers, by default `seed`. Several answers to one prompt have the
-                same one: with equal `sampling` and different `seed`, the prompt is processed once for those that wait.
+                same one: with equal `sampling` and different `seed`, waiting requests share the prefill of the prompt.
             template_options: variables of the chat template, for a conversation.
             keep: whether the last output has the sequence as a `Prefix`, with a copy of its cache.
 
@@ -225,37 +226,13 @@ class Engine:
             ValueError: if an argument is invalid, the sequence is too long, or the prefix does not fit.
             TypeError: if the prompt has another type.
         """
-        if template_options and (prefix is not None or is_tokens(prompt)):
-            raise ValueError("template_options apply to conversations only, and those of a document to its text")
-        if is_tokens(prompt):
-            tokens: Sequence[int] = prompt
-        elif prefix is None:
-            tokens = encode_prompt(self._tokenizer, cast(Prompt, prompt), template_options)
-        elif isinstance(prefix, Prefix):
-            raise TypeError(f"a prompt after a prefix must be token ids, got {type(prompt).__name__}")
-        else:
-            tokens = prefix.encode(cast(Prompt, prompt))
+        tokens = self._encode(prompt, prefix, template_options)
         prefix = prefix if prefix is None or isinstance(prefix, Prefix) else prefix.prefix
-        capacity = self._capacity(prefix) - len(tokens)
-        limit = max(capacity, 1) if max_new_tokens is None else check_integer("max_new_tokens", max_new_tokens, 1)
-        if prefix is None:
-            if not len(tokens):
-                raise ValueError("the prompt is empty; it must have at least one token")
-            if len(tokens) > self.generator.max_prompt_tokens:
-                raise ValueError(
-                    f"{len(tokens)} tokens exceed max_prompt_tokens={self.generator.max_prompt_tokens}; shorten the "
-                    "prompt or pass a larger number"
-                )
-        if capacity < limit:
-            raise ValueError(
-                f"{len(tokens)} tokens of the prompt and max_new_tokens={limit} exceed the "
-                f"{capacity + len(tokens)} tokens that the caches have capacity for"
-            )
+        limit = self._limit(tokens, prefix, max_new_tokens)
         check_seed(seed)
         prompt_seed = seed if prompt_seed is None else int(check_seed(prompt_seed))
-        number, prompt_tokens = self._next_number, tuple(int(token) for token in tokens)
-        stops = check_stop(stop)
-        request = Request(number, prompt_tokens, prefix, sampling, stops, limit, seed, prompt_seed, keep)
+        number, stops = self._next_number, check_stop(stop)
+        request = Request(number, tokens, prefix, sampling, stops, limit, seed, prompt_seed, keep)
         self.generator.check_context(request.num_tokens + limit)
         self._next_number += 1
         self._prompt_tokens += len(tokens)
@@ -263,13 +240,45 @@ class Engine:
         self._scheduler.add(
             Waiting(
                 number,
-                prompt=(prefix, prompt_seed, sampling, prompt_tokens),
+                prompt=(prefix, prompt_seed, sampling, tokens),
                 num_tokens=len(tokens),
                 prefix=request.shared,
                 can_batch=prefix is not None and prefix.is_frozen and len(tokens) > 0,
             )
         )
         return number
+
+    def _encode(
+        self, prompt: Prompt | Sequence[int], prefix: Prefix | HasPrefix | None, template_options: TemplateOptions
+    ) -> tuple[int, ...]:
+        """Returns the tokens of a prompt."""
+        if template_options and (prefix is not None or is_tokens(prompt)):
+            raise ValueError("template_options apply to conversations only, and those of a document to its text")
+        if is_tokens(prompt):
+            return tuple(int(token) for token in prompt)
+        if prefix is None:
+            return tuple(encode_prompt(self._tokenizer, cast(Prompt, prompt), template_options))
+        if isinstance(prefix, Prefix):
+            raise TypeError(f"a prompt after a prefix must be token ids, got {type(prompt).__name__}")
+        return tuple(prefix.encode(cast(Prompt, prompt)))
+
+    def _limit(self, tokens: Sequence[int], prefix: Prefix | None, max_new_tokens: int | None) -> int:
+        """Returns the maximum number of new tokens; by default the capacity after the prompt."""
+        capacity = self._capacity(prefix) - len(tokens)
+        limit = max(capacity, 1) if max_new_tokens is None else check_integer("max_new_tokens", max_new_tokens, 1)
+        if prefix is None and not tokens:
+            raise ValueError("the prompt is empty; it must have at least one token")
+        if prefix is None and len(tokens) > self.generator.max_prompt_tokens:
+            raise ValueError(
+                f"{len(tokens)} tokens exceed max_prompt_tokens={self.generator.max_prompt_tokens}; shorten the "
+                "prompt or pass a larger number"
+            )
+        if capacity < limit:
+            raise ValueError(
+                f"{len(tokens)} tokens of the prompt and max_new_tokens={limit} exceed the "
+                f"{capacity + len(tokens)} tokens that the caches have capacity for"
+            )
+        return limit
 
     def _capacity(self, prefix: Prefix | None) -> int:
         """Returns how many tokens after a prefix a row holds."""
@@ -375,31 +384,26 @@ class Engine:
         """Runs until all requests are finished.
 
         Returns:
-            The completions in the order of the requests, and what they took.
+            The completions in the order of the requests, and the usage.
 
         Raises:
             ValueError: if a request failed.
         """
-        watch = Stopwatch()
         finished = sorted(self.completions(), key=lambda one: one.number)
-        return finished, self.usage(sum(len(one.tokens) for one in finished), watch)
+        return finished, self.usage
 
-    def usage(self, new_tokens: int, watch: Stopwatch) -> Usage:
-        """Returns what all requests so far took.
-
-        Args:
-            new_tokens: their new tokens.
-            watch: a stopwatch that was started before them.
-        """
+    @property
+    def usage(self) -> Usage:
+        """Tokens, seconds and bytes of all requests since the creation of the engine."""
         sizes, shared = dict(self.cache_sizes), self._rows.prefixes
         sizes["read_bytes"] += sum(prefix.read_bytes for prefix in shared)
         sizes["full_cache_bytes"] += sum(prefix.full_cache_bytes for prefix in shared)
         return Usage(
             prompt_tokens=self._prompt_tokens,
-            new_tokens=new_tokens,
+            new_tokens=self._new_tokens,
             prefill_seconds=self.prefill_seconds,
             decode_seconds=self.decode_seconds,
-            compile_seconds=watch.compile_seconds,
+            compile_seconds=self._watch.compile_seconds,
             **sizes,
             document_bytes=sum(prefix.held_bytes for prefix in shared),
             is_short=any(one.is_short for one in (self.generator, *(prefix.generator for prefix in shared))),
@@ -514,6 +518,7 @@ class Engine:
         num_before = len(answer.tokens)
         answer.push(sampled.token[row, :count].tolist())
         tokens = answer.tokens[num_before:]
+        self._new_tokens += len(tokens)
         reason: FinishReason | None = None
         if answer.is_stopped or (is_done and answer.tokens[-1] in self.generator.eos):
             reason = "stop"

@@ -72,7 +72,7 @@ class Usage:
     """The tokens, the time and the bytes of a generation, over all its sequences.
 
     Attributes:
-        prompt_tokens: tokens of the prompts, without those of a prefix.
+        prompt_tokens: tokens of the prompts, without prefixes.
         new_tokens: new tokens, end-of-text tokens included.
         prefill_seconds: seconds until the first new token could be sampled, without compilation.
         decode_seconds: seconds of all decode steps, without compilation.

@@ -190,6 +190,3 @@ def _count_faults(state: GenerationState, mesh: Mesh | None) -> Int[Array, "B"]:
     """Returns the number of faults of every row."""
     faults: Any = count_row_faults(state)
     return faults
-
-
-PROGRAMS = (_insert_row, _take_row, _finish_rows, _write_prefix, _count_faults)

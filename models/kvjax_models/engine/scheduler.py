@@ -129,8 +129,9 @@ class Scheduler:
         prefixes = [*self.prefixes]
         batch: dict[int, Waiting] = {}
         for request in self.waiting:
-            prompts = {ready_prompt, *(one.prompt for one in batch.values())}
-            if not request.can_batch or request.prompt in prompts:
+            if not request.can_batch or request.prompt == ready_prompt:
+                break
+            if any(request.prompt == one.prompt for one in batch.values()):
                 break
             if (row := self._find_row(request.prefix, batch)) is not None:
                 batch[row] = request
