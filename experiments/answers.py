@@ -181,7 +181,7 @@ def measure_questions(llm: LanguageModel, settings: Sequence[Setting], sizes: Si
             print(f"{setting} is left out: {error}")
 
     def ask(document: Document) -> None:
-        engine = document.engine(rows=len(questions), max_new_tokens=needed)
+        engine = document.engine(rows=len(questions))
         for question in questions:
             engine.add(question, document, max_new_tokens=sizes.answer_tokens)
         engine.complete()
@@ -203,7 +203,7 @@ def measure_questions(llm: LanguageModel, settings: Sequence[Setting], sizes: Si
 
 def _answer(llm: LanguageModel, generator: Generator, prompt: Sequence[int], sizes: Sizes) -> None:
     """Reads a prompt and generates an answer."""
-    engine = Engine(llm.tokenizer, generator)
+    engine = Engine(llm.model, llm.tokenizer, lambda *_: (generator,), rows=1)
     engine.add(prompt, max_new_tokens=sizes.answer_tokens, seed=sizes.seed)
     engine.complete()
 

@@ -134,7 +134,7 @@ def answer(llm: LanguageModel, method: DemoMethod, text: str) -> Outcome:
     cache = llm.cache(method.policy, method.budget, kv_dtype=method.kv_dtype)
     begin = time.perf_counter()
     document = cache.read(text, max_new_tokens=CAPACITY, template_options={"continue_final_message": True})
-    document.prefix.state.logits.block_until_ready()
+    document.prefix.logits.block_until_ready()
     read_seconds = time.perf_counter() - begin
     questions = [
         [{"role": "user", "content": question}, {"role": "assistant", "content": sentence}]

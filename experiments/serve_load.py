@@ -1,6 +1,6 @@
 """Sends many requests to `kvjax serve` and compares every answer with the library's.
 
-    python -m experiments.serve_load --model smollm2-135m --policy exact --policy auto --rows 1GiB
+    python -m experiments.serve_load --model smollm2-135m --policy exact --policy auto --rows 8
 
 Prompts have mixed lengths and sampling, half of the answers are streamed, and a tenth of the requests is cancelled at
 random moments. For each policy the command prints the requests per second, the time to the first token, the occupied
@@ -42,7 +42,7 @@ class Options(Flags):
 
     model: str = "smollm2-135m"  # Name of `kvjax models`, GGUF file or Hugging Face directory.
     policy: tuple[str, ...] = repeatable("exact", "auto")  # Repeatable.
-    rows: str = "8"  # Batch rows, or bytes for their caches.
+    rows: int = 8  # Maximum number of sequences that run at a time.
     requests: int = 200  # Number of requests.
     clients: int = 32  # Requests at a time.
     max_prompt_tokens: int = 1024  # Maximum length of a prompt.
@@ -97,7 +97,7 @@ def measure(options: Options, policy: str) -> dict[str, Any]:
     checked = random.Random(options.seed).sample(complete, min(options.check, len(complete)))
     differing = [n for n in checked if _alone(engine, llm, requests[n]["body"]) != answers[n]["text"]]
     assert not differing, f"the answers of requests {differing} differ from the library's"
-    return {"rows": engine.generator.batch, **result, "compared_and_equal": len(checked)}
+    return {"rows": options.rows, **result, "compared_and_equal": len(checked)}
 
 
 def _send_all(
@@ -210,10 +210,8 @@ def _resident_mebibytes(process: int) -> int:
 def _engine(options: Options, policy: str) -> tuple[Engine, language_model.LanguageModel]:
     """Returns an engine as the server has it."""
     llm = language_model.load(options.model)
-    sizes: Any = {"max_prompt_tokens": options.max_prompt_tokens, "max_new_tokens": options.max_new_tokens}
     budget = None if policy == "exact" else "25%"
-    rows = int(options.rows) if options.rows.isdecimal() else options.rows
-    return llm.cache(policy, budget).engine(rows=rows, **sizes), llm
+    return llm.cache(policy, budget).engine(rows=1), llm
 
 
 def _alone(engine: Engine, llm: language_model.LanguageModel, body: dict[str, Any]) -> str:

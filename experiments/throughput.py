@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -44,22 +44,23 @@ def measure(llm: LanguageModel, settings: Sequence[Setting], sizes: Sizes) -> It
         Labels and values of each setting; ratios are to the full cache in the same repetition.
     """
     engines: dict[Setting, Engine] = {}
-    lengths: dict[str, Any] = {"max_prompt_tokens": sizes.context_tokens, "max_new_tokens": sizes.answer_tokens}
-    memory: int | str = sizes.full_rows
+    rows: dict[Setting, int] = {}
+    memory = 0  # of the full cache's rows
     for setting in settings:
         try:
-            engines[setting] = setting.cache(llm).engine(rows=memory, **lengths)
-            serve(engines[setting], sizes, requests=1, tokens=1)  # compiles
+            cache = setting.cache(llm)
+            row_bytes = cache.rows(sizes.context_tokens, sizes.answer_tokens)[-1].row_bytes
+            memory = memory or sizes.full_rows * row_bytes
+            rows[setting] = memory // row_bytes
+            engines[setting] = cache.engine(rows=rows[setting])
+            serve(engines[setting], llm, sizes, requests=1, tokens=1)  # compiles
         except ValueError as error:
             engines.pop(setting, None)
             print(f"{setting} is left out: {error}")
-        if memory == sizes.full_rows:
-            memory = f"{sizes.full_rows * engines[setting].generator.row_bytes}B"
     seconds: dict[Setting, list[tuple[float, float]]] = {setting: [] for setting in engines}
     for _ in range(sizes.repetitions):
         for setting, engine in engines.items():
-            seconds[setting].append(serve(engine, sizes))
-    rows = {setting: engine.generator.batch for setting, engine in engines.items()}
+            seconds[setting].append(serve(engine, llm, sizes, rows[setting]))
     rates = {setting: rows[setting] / np.asarray(times) for setting, times in seconds.items()}
     full = next(iter(rates.values()))
     for setting, rate in rates.items():
@@ -75,20 +76,23 @@ def measure(llm: LanguageModel, settings: Sequence[Setting], sizes: Sizes) -> It
         yield {"setting": str(setting), **sizes._asdict()}, {"rows": rows[setting], **values}
 
 
-def serve(engine: Engine, sizes: Sizes, requests: int | None = None, tokens: int | None = None) -> tuple[float, float]:
+def serve(
+    engine: Engine, llm: LanguageModel, sizes: Sizes, requests: int, tokens: int | None = None
+) -> tuple[float, float]:
     """Serves random prompts of one length.
 
     Args:
         engine: the engine.
+        llm: its model.
         sizes: the sizes.
-        requests: number of requests; by default one per batch row.
+        requests: number of requests.
         tokens: tokens of every answer; by default `sizes.answer_tokens`.
 
     Returns:
         Seconds, and seconds of processor time.
     """
-    shape = requests or engine.generator.batch, sizes.context_tokens
-    prompts = np.random.default_rng(sizes.seed).integers(0, engine.generator.config.vocab_size, shape).tolist()
+    shape = requests, sizes.context_tokens
+    prompts = np.random.default_rng(sizes.seed).integers(0, llm.model.config.vocab_size, shape).tolist()
     begin, cpu_begin = time.perf_counter(), time.process_time()
     for number, prompt in enumerate(prompts):
         engine.add(prompt, max_new_tokens=tokens or sizes.answer_tokens, seed=number)

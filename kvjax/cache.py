@@ -15,7 +15,7 @@ attention is NaN from then on; `kvjax.raise_faults` names the fault.
 """
 
 import dataclasses
-from typing import Any, Generic, cast
+from typing import Any, Generic, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +30,24 @@ from kvjax.distributed.collectives import SEQUENCE, TENSOR, sum_over_heads, sum_
 from kvjax.distributed.sharding import check_axes, per_device, shardings
 from kvjax.frozen_cache import FrozenCache, attend_frozen, check_prefix, frozen_segments
 from kvjax.jax_flags import with_default_flags
+from kvjax.methods.exact import append_only_store
+from kvjax.methods.exact.append_only_store import AppendOnlyStore
+from kvjax.methods.exact.exact import Exact
 from kvjax.partials import Partials, normalize
 from kvjax.policy import Policy, Prompt, RepeatedPrompt, S
 from kvjax.segment import BlockStoreRead, Segment, SegmentLike
 from kvjax.shared.attention_scores import AttentionScores
 from kvjax.sliding_window import SlidingWindow
-from kvjax.spec import MAX_TOKENS, CacheSpec, check_dtype, check_queries, check_sink_logits, check_tokens, is_concrete
+from kvjax.spec import (
+    MAX_TOKENS,
+    CacheSpec,
+    allocated_slots,
+    check_dtype,
+    check_queries,
+    check_sink_logits,
+    check_tokens,
+    is_concrete,
+)
 from kvjax.staging import Counters, Staging, check_counters, init_staging
 from kvjax.state import batch_size, cache_bytes, count_row_faults, fault, state, static
 from pallas_kernels.quantized_array import array_bytes
@@ -80,6 +92,9 @@ class Cache(Generic[S]):
             f"      batch={batch}, kv_heads={spec.kv_heads}, head_dim={spec.head_dim}, dtype={dtype},\n"
             f"      max_prompt_tokens={spec.max_prompt_tokens}, max_new_tokens={spec.max_new_tokens}: {size})"
         )
+
+
+AnyCache = TypeVar("AnyCache", bound=Cache | FrozenCache)
 
 
 @with_default_flags
@@ -429,6 +444,85 @@ def freeze(cache: Cache[S], counters: Counters) -> FrozenCache[S]:
             "kvjax.compact first"
         )
     return FrozenCache(cache.state, policy=cache.policy, spec=cache.spec, mesh=cache.mesh)
+
+
+def thaw(frozen: FrozenCache[S], lengths: Int[Array, "B"]) -> tuple[Cache[S], Counters]:
+    """Returns a cache with the entries of a frozen one, which takes further tokens: the inverse of `freeze`.
+
+    Args:
+        frozen: the entries; the cache shares their buffers.
+        lengths: number of tokens that every row has received.
+
+    Returns:
+        The cache without staged tokens, and its counters.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, kvjax
+        >>> spec = kvjax.CacheSpec(
+        ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
+        ... )
+        >>> cache, counters = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
+        >>> keys = values = jnp.ones((1, 64, 2, 8))
+        >>> cache, counters, _ = kvjax.prefill(cache, counters, keys, values, jnp.array([50]))
+        >>> cache, counters = kvjax.thaw(kvjax.freeze(cache, counters), counters.num_tokens)
+        >>> counters.num_tokens
+        Array([50], dtype=int32)
+    """
+    batch = batch_size(frozen.state)
+    spec = dataclasses.replace(frozen.spec, batch=batch)
+    scored = frozen.policy.requires.predicted_scores
+    staging, counters = init_staging(spec, cast(int, spec.staging_slots), scored=scored)
+    faults = {name: jnp.zeros(batch, jnp.int32) for name in ("reused", "not_finite", "policy_faults")}
+    sizes: dict[str, Any] = {"policy": frozen.policy, "spec": frozen.spec, "mesh": frozen.mesh}
+    cache = Cache(state=frozen.state, staging=staging, **faults, **sizes)
+    counters = dataclasses.replace(counters, first=jnp.asarray(lengths, jnp.int32))
+    if frozen.mesh is None:
+        return cache, counters
+    return jax.lax.with_sharding_constraint((cache, counters), shardings((cache, counters), frozen.mesh))
+
+
+def resize(cache: AnyCache, max_prompt_tokens: int, max_new_tokens: int) -> AnyCache:
+    """Returns a full cache or a sliding window with another capacity.
+
+    Args:
+        cache: the cache; its staging buffer keeps its size.
+        max_prompt_tokens: the new `CacheSpec.max_prompt_tokens`.
+        max_new_tokens: the new `CacheSpec.max_new_tokens`.
+
+    Returns:
+        The cache. Tokens without a slot are a fault of the cache.
+
+    Raises:
+        ValueError: if the policy's slots are a budget, or devices share the slots.
+
+    Example:
+        >>> import jax, kvjax
+        >>> spec = kvjax.CacheSpec(
+        ...     batch=1, query_heads=4, kv_heads=2, head_dim=8, max_prompt_tokens=64, max_new_tokens=64
+        ... )
+        >>> cache, _ = kvjax.init(kvjax.Exact(), spec, jax.random.split(jax.random.key(0), 1))
+        >>> kvjax.resize(cache, 192, 64).spec.capacity
+        256
+    """
+    spec = dataclasses.replace(cache.spec, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens)
+    if not is_resizable(cache.policy, spec):
+        raise ValueError(
+            f"a cache of {cache.policy} with {spec.sequence_shards} sequence shards cannot be resized: only full "
+            "caches and sliding windows can, on devices that do not share slots"
+        )
+    store = cache.state
+    if isinstance(store, AppendOnlyStore):
+        # Nothing is appended to a frozen cache, so that it needs no slots for blocks of attention.
+        is_frozen = isinstance(cache, FrozenCache)
+        slots = allocated_slots(spec.capacity) if is_frozen else append_only_store.num_slots(spec, spec.capacity)
+        store = append_only_store.resize(store, slots)
+    return dataclasses.replace(cache, state=store, spec=spec)
+
+
+def is_resizable(policy: Policy, spec: CacheSpec) -> bool:
+    """Returns whether `resize` applies to the caches of a layer."""
+    is_window = isinstance(policy, SlidingWindow) and spec.window is not None and spec.window < MAX_TOKENS
+    return (isinstance(policy, Exact) and spec.sequence_shards == 1) or is_window
 
 
 @with_default_flags

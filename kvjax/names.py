@@ -10,7 +10,9 @@ from kvjax.cache import freeze as freeze
 from kvjax.cache import init as init
 from kvjax.cache import prefill as prefill
 from kvjax.cache import read_bytes as read_bytes
+from kvjax.cache import resize as resize
 from kvjax.cache import step as step
+from kvjax.cache import thaw as thaw
 from kvjax.combinators.ada_kv import AdaKV as AdaKV
 from kvjax.combinators.by_head import ByHead as ByHead
 from kvjax.combinators.by_layer import ByLayer as ByLayer

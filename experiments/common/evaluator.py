@@ -210,8 +210,8 @@ class Evaluator:
             rows = len(item.choices)
             _, log_probs = generator.with_batch(rows).score(kvjax.repeat_rows(state, rows), item.choices)
             return size, [choose(item, log_probs)]
-        engine = Engine(self.llm.tokenizer, generator)
-        prefix = Prefix(generator, tuple(unit.text), state, num_first=len(unit.text))
+        engine = Engine(self.llm.model, self.llm.tokenizer, lambda *_: (generator,), rows=1)
+        prefix = Prefix.of(generator, unit.text, state, num_first=len(unit.text))
         engine.add([], prefix, max_new_tokens=self.task.answer_tokens)
         [completion], _ = engine.complete()
         return size, [self._score_answer(item, completion.text)]

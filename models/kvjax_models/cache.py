@@ -16,17 +16,15 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, Unpack, overload
 
-import jax
 import numpy as np
 
 import kvjax
-from kvjax.budget import Budget, format_bytes, limited_bytes
+from kvjax.budget import Budget
 from kvjax.messages import shorten
 from kvjax.policy import Policy, policy_of
-from kvjax.quantization import KVDtype, parse_kv_dtype
-from kvjax.registry import PolicyChoice, fit_policy
+from kvjax.registry import PolicyChoice
 from kvjax.spec import check_integer
-from kvjax_models import compile_cache
+from kvjax_models.cache_plans import CachePlans
 from kvjax_models.document import Document, manifest
 from kvjax_models.engine import Collector, Completion, Engine, Usage, seed_of_prompt
 from kvjax_models.engine.answers import AnswerOptions, Answers, answer, check_n, stream
@@ -43,23 +41,13 @@ from kvjax_models.prompts import (
     render_context,
     warn_of_file_name,
 )
-from kvjax_models.runner.auto_policy import (
-    Auto,
-    AutoHeads,
-    CachePolicy,
-    HeadValues,
-    cache_options,
-    resolve_auto,
-    resolve_windows,
-)
+from kvjax_models.runner.auto_policy import Auto, AutoHeads, cache_options
 from kvjax_models.runner.generator import Generator, prefill_together
 from kvjax_models.runner.plan import Plan
 from kvjax_models.runner.sampling import Sampling, SamplingOptions
-from kvjax_models.runner.state import cache_specs
+from kvjax_models.runner.state import GenerationState
 from kvjax_models.saves import Save
 from kvjax_models.tokenized_model import TokenizedModel
-
-KVDtypes = KVDtype | tuple[KVDtype, KVDtype] | None  # of keys and values together, or of each
 
 
 class GenerateOptions(AnswerOptions, total=False):
@@ -69,60 +57,12 @@ class GenerateOptions(AnswerOptions, total=False):
 
 
 MAX_ROWS = 2**16  # of a batch; far above what any device holds
-EXACT_SUFFIX_TOKENS = 4096  # suffixes of documents hold all their tokens up to this capacity
-# Tokens of a question per block, and between two compactions of a suffix. Their staging buffer has the dtype of the
-# model, and would be half of the bytes of a short suffix with 64 tokens.
-_SUFFIX_BLOCK = 32
+_MAX_WAITING = 64  # prompts that `generate_many` reads ahead, so that similar ones are prefilled together
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class CachedModel:
-    """A model with the options of its KV cache; `LanguageModel.cache` makes one, with values in place of text.
-
-    Attributes:
-        llm: the model and its tokenizer.
-        policy: cache policy: "auto" (see `runner.auto_policy`), the name of another one ("snapkv"), a class
-            (`kvjax.SnapKV`) or a policy.
-        budget: size of the cache of one sequence: a share of a full bfloat16 cache ("25%"), bytes ("64MiB") or slots
-            per KV head (1024); None if the policy has a budget or takes none. For `generate`, a share is of the full
-            cache after the last new token; for a document, of its text's full cache. Where a share of a short text is
-            less than the smallest cache of the policy, that one is used, or a full one if it is smaller. Layers with a
-            sliding window cache exactly their window; their bytes count only in a budget in bytes.
-        kv_dtype: quantization format of the cache: "int8", "fp8", "int4", "int3", "int2", a pair for keys and values,
-            or "bfloat16"; by default the dtype of the model, or for "auto" and `heads="auto"` a format that the budget
-            decides (see `runner.auto_policy`).
-        heads: budgets of the KV heads: "auto" keeps every token in the heads that retrieve, by the model's profile
-            (measured at the first use of an unknown model), a `profile.Profile`, or the shares of
-            `kvjax.HeadBudgets`; equal budgets by default. "auto" and policies with `heads=auto` have it already.
-        allow_beyond_context: whether sequences may exceed the model's context length; otherwise they are refused.
-        budget_dtype: dtype in which a budget counts arrays without quantization, such as bfloat16 for a float32 model
-            that simulates a bfloat16 one; the dtype of the model by default.
-    """
-
-    llm: TokenizedModel
-    policy: CachePolicy
-    budget: Budget | None = None
-    kv_dtype: KVDtypes = None
-    heads: HeadValues = None
-    allow_beyond_context: bool = False
-    budget_dtype: jax.typing.DTypeLike | None = None
-
-    def __post_init__(self) -> None:
-        """Checks the format.
-
-        Raises:
-            ValueError: if it is none.
-        """
-        if self.kv_dtype != "bfloat16":
-            parse_kv_dtype(self.kv_dtype)
-
-    def __repr__(self) -> str:
-        """Returns the options."""
-        options: dict[str, Any] = {name: getattr(self, name) for name in ("policy", "budget", "kv_dtype", "heads")}
-        for name, value in options.items():
-            if isinstance(value, Auto | PolicyChoice | Budget | AutoHeads):
-                options[name] = str(value)
-        return f"cache({', '.join(f'{name}={value!r}' for name, value in options.items() if value is not None)})"
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class CachedModel(CachePlans):
+    """A model with the options of its KV cache; `LanguageModel.cache` makes one, with values in place of text."""
 
     # --- sequences with separate caches ---
 
@@ -192,11 +132,7 @@ class CachedModel:
         token_lists = [self.llm.encode(one, template_options) for one in prompts]
         if not token_lists:
             raise ValueError("prompt is an empty list; pass at least one prompt")
-        engine = self.engine(
-            rows=len(token_lists) * check_n(n),
-            max_prompt_tokens=max(map(len, token_lists)),
-            max_new_tokens=max_new_tokens,
-        )
+        engine = self.engine(rows=len(token_lists) * check_n(n))
         return answer(
             engine,
             token_lists,
@@ -237,9 +173,7 @@ class CachedModel:
         """
         warn_of_file_name(prompt)
         tokens = self.llm.encode(prompt, template_options)
-        engine = self.engine(
-            rows=1, max_prompt_tokens=len(tokens), max_new_tokens=max_new_tokens, stream_interval=stream_interval
-        )
+        engine = self.engine(rows=1, stream_interval=stream_interval)
         options: dict[str, Any] = {"stop": stop, "max_new_tokens": max_new_tokens, "seed": seed}
         yield from stream(engine, tokens, sampling=Sampling(**sampling), **options)
 
@@ -250,29 +184,24 @@ class CachedModel:
         *,
         batch_size: int | str = 8,
         max_new_tokens: int = 256,
-        max_prompt_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         seed: int = 0,
-        max_prefill_steps: int | None = None,
+        max_prefill_tokens: int | None = None,
         template_options: TemplateOptions = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Iterator[Completion]:
         """Continues any number of texts or conversations by continuous batching (see `kvjax_models.engine`).
 
-        A finished sequence frees its batch row for the next prompt. Errors of a prompt name its number.
+        A finished sequence frees its row for the next prompt. Prompts are read from the iterable when a row is free.
 
         Args:
             prompts: texts, or lists of messages.
-            batch_size: number of batch rows, or bytes for the caches of all rows ("2GiB"); smaller caches allow more
-                rows.
+            batch_size: maximum number of batch rows, or bytes for the caches of all rows ("2GiB").
             max_new_tokens: as for `generate`.
-            max_prompt_tokens: maximum length of a prompt; a longer one is an error. With it, prompts are read from the
-                iterable when a row is free; by default all are read first and their maximum length is used.
             stop: as for `generate`.
             seed: seed of the first prompt; prompt n has seed + n, modulo 2**32. A completion does not depend on the
-                other prompts of the batch: `generate` returns the same text for the prompt and its seed, with caches of
-                the same size.
-            max_prefill_steps: see `Engine`; a small number reduces the latency of running sequences.
+                other prompts of the batch: `generate` returns the same text for the prompt and its seed.
+            max_prefill_tokens: see `Engine`; a small number reduces the latency of running sequences.
             template_options: as for `generate`.
             **sampling: as for `generate`.
 
@@ -282,21 +211,14 @@ class CachedModel:
         Raises:
             ValueError: for invalid options and prompts, with the number of the prompt.
         """
-        token_lists: Iterable[list[int]] = (self.llm.encode(one, template_options) for one in as_prompts(prompts))
-        if max_prompt_tokens is None:
-            token_lists = list(token_lists)
-            max_prompt_tokens = max(map(len, token_lists), default=1)
-        engine = self.engine(
-            rows=batch_size,
-            max_prompt_tokens=max_prompt_tokens,
-            max_new_tokens=max_new_tokens,
-            max_prefill_steps=max_prefill_steps,
-        )
+        rows, max_bytes = parse_rows(batch_size)
+        engine = self.engine(rows=rows, max_bytes=max_bytes, max_prefill_tokens=max_prefill_tokens)
+        token_lists = (self.llm.encode(one, template_options) for one in as_prompts(prompts))
         waiting, collector = enumerate(token_lists), Collector()
         finished: dict[int, Completion] = {}
         next_number = 0
         while True:
-            while engine.num_waiting < engine.num_free_rows and (item := next(waiting, None)) is not None:
+            while engine.num_waiting < min(engine.num_free_rows, _MAX_WAITING) and (item := next(waiting, None)):
                 number, tokens = item
                 try:
                     engine.add(
@@ -321,47 +243,34 @@ class CachedModel:
     def engine(
         self,
         *,
-        rows: int | str = 8,
-        documents: int = 0,
-        max_prompt_tokens: int,
-        max_new_tokens: int = 256,
+        rows: int = 8,
+        max_bytes: int | str | None = None,
         streaming: bool = False,
-        max_prefill_steps: int | None = None,
+        max_prefill_tokens: int | None = None,
         stream_interval: int | None = None,
     ) -> Engine:
-        """Returns an engine, to which requests can be added while others run.
+        """Returns an engine, to which requests can be added while others run: prompts, and questions to documents.
 
         Args:
-            rows: number of batch rows, or bytes for their caches ("2GiB").
-            documents: number of documents that the rows continue at a time; 0 for plain prompts, each with its
-                cache. With documents, `rows` is the number for each of them.
-            max_prompt_tokens: maximum length of a prompt, or of a document's text.
-            max_new_tokens: maximum number of tokens after it; with documents, of question and answer together.
+            rows: maximum number of rows in use; see `Engine`.
+            max_bytes: maximum bytes of all rows' caches ("2GiB"); a request waits until its row fits.
             streaming: whether prompts are compressed while they are processed, in memory independent of their length;
                 see `Plan`.
-            max_prefill_steps: see `Engine`.
+            max_prefill_tokens: see `Engine`.
             stream_interval: see `Engine`.
 
         Returns:
             The engine.
         """
-        documents = check_integer("documents", documents, minimum=0)
-        max_new_tokens = check_integer("max_new_tokens", max_new_tokens, minimum=1)
-        max_prompt_tokens = check_integer("max_prompt_tokens", max_prompt_tokens, minimum=0)
-        options: dict[str, Any] = {"max_prefill_steps": max_prefill_steps, "stream_interval": stream_interval}
-        lengths = compile_cache.length_bucket(max_prompt_tokens)
-        if documents:
-            reader = self.document_generator(max_prompt_tokens, max_new_tokens, streaming=streaming)
-            suffixes = self.suffixes(reader, max_new_tokens)
-            suffixes = suffixes.with_batch(documents * _parse_rows(rows, suffixes))
-            return Engine(self.llm.tokenizer, suffixes, documents=documents, reader=reader, **options)
-        generator = self.generator(
-            max_prompt_tokens=lengths[-1],
-            max_new_tokens=max_new_tokens,
-            budget_tokens=lengths[0] + max_new_tokens,
-            streaming=streaming,
+        return Engine(
+            self.llm.model,
+            self.llm.tokenizer,
+            functools.partial(self.rows, streaming=streaming),
+            rows=rows,
+            max_bytes=parse_bytes(max_bytes) if isinstance(max_bytes, str) else max_bytes,
+            max_prefill_tokens=max_prefill_tokens,
+            stream_interval=stream_interval,
         )
-        return Engine(self.llm.tokenizer, generator.with_batch(_parse_rows(rows, generator)), **options)
 
     # --- documents ---
 
@@ -382,8 +291,7 @@ class CachedModel:
         Args:
             text: the text, a conversation, or token ids. Questions continue the last message if it is the user's.
             max_new_tokens: capacity for each question and its answer, in tokens.
-            max_text_tokens: capacity for the text, to which a budget's share refers; by default its length. Documents
-                of one engine have the engine's `max_prompt_tokens`.
+            max_text_tokens: capacity for the text, to which a budget's share refers; by default its length.
             chat: whether the text is the start of a user's message, in the model's chat template, so that
                 `Document.ask` can continue it; by default if the model has a template. Not for token ids.
             seed: seed of the policy's random numbers.
@@ -419,18 +327,20 @@ class CachedModel:
         template_options: TemplateOptions,
         seed: int,
     ) -> Document:
-        """Returns a document of a frozen prefix; see `Document` for the arguments."""
+        """Returns a document of a shared prefix; see `Document` for the arguments."""
         return Document(
             tokenizer=self.llm.tokenizer,
             prefix=prefix,
-            # Questions of similar lengths share a plan and the flattened model.
-            suffixes=functools.lru_cache(maxsize=8)(functools.partial(self.suffixes, prefix.generator)),
             options=self._describe(prefix.generator.policies[-1]),
             context=context,
             messages=messages,
             template_options=template_options,
             seed=seed,
         )
+
+    def _shared_prefix(self, generator: Generator, tokens: Sequence[int], state: GenerationState) -> Prefix:
+        """Returns the prefix of a document."""
+        return Prefix.of(generator, tokens, state, rows=functools.partial(self.suffix_rows, generator))
 
     def restore(self, save: Save) -> Document:
         """Returns the document of a save, which has these options."""
@@ -447,7 +357,7 @@ class CachedModel:
             is_short=notes["is_short"],
         )
         generator = self._generator_of(plan)
-        prefix = Prefix(generator, tuple(notes["tokens"]), generator.init_state()).freeze().restore(save)
+        prefix = self._shared_prefix(generator, notes["tokens"], generator.init_state()).restore(save)
         context, messages, template_options = None, notes["messages"], notes["template_options"]
         if messages is not None:
             context = render_context(self.llm.tokenizer, messages, template_options)
@@ -473,142 +383,6 @@ class CachedModel:
             "heads": str(heads) if isinstance(heads, AutoHeads) else None if isinstance(heads, Profile) else heads,
             "allow_beyond_context": self.allow_beyond_context,
         }
-
-    def document_generator(self, max_text_tokens: int, max_new_tokens: int, *, streaming: bool = False) -> Generator:
-        """Returns sizes and policies for a text, with its own budget.
-
-        Args:
-            max_text_tokens: maximum length of the text; similar ones share compiled programs. A budget's share is of
-                this length, rounded down by at most 1/32 (or 15 tokens), so that they often share slots, too.
-            max_new_tokens: capacity of its suffixes.
-            streaming: as for `read`.
-
-        Returns:
-            A generator with one row and no capacity after the text.
-        """
-        lengths = compile_cache.length_bucket(max_text_tokens)
-        rounding = max(16, len(lengths) // 8)
-        return self.generator(
-            max_prompt_tokens=lengths[-1],
-            max_new_tokens=0,
-            budget_tokens=max(max_text_tokens // rounding * rounding, lengths[0], 1),
-            streaming=streaming,
-            context_tokens=lengths[-1] + max_new_tokens,
-        )
-
-    def suffixes(self, reader: Generator, max_new_tokens: int) -> Generator:
-        """Returns sizes and policies of the tokens after a document's text.
-
-        A suffix holds all its tokens in the document's format, up to `EXACT_SUFFIX_TOKENS`. A longer one has as many
-        slots, or the budget of a policy that has one, and compresses them with the document's policy, if that can
-        compress tokens while they come.
-
-        Args:
-            reader: sizes and policies with which the text is read (`document_generator`).
-            max_new_tokens: maximum number of tokens after it.
-
-        Returns:
-            A generator with one row.
-        """
-        policy: Policy | Sequence[Policy] = kvjax.Exact(compact_every=min(_SUFFIX_BLOCK, max_new_tokens))
-        if max_new_tokens > EXACT_SUFFIX_TOKENS:
-            # Without a budget here, the policy has one.
-            budget = None if self.budget is None else Budget.of(EXACT_SUFFIX_TOKENS)
-            streamed = dataclasses.replace(self, budget=budget, kv_dtype=reader.kv_dtype)
-            policy = streamed.plan(max_prompt_tokens=1, max_new_tokens=max_new_tokens, streaming=True).policies
-        plan = Plan(
-            self.llm.model,
-            policy,
-            max_prompt_tokens=reader.max_prompt_tokens,
-            max_new_tokens=max_new_tokens,
-            context_tokens=reader.context_tokens,
-            kv_dtype=reader.kv_dtype,
-            is_suffix=True,
-        )
-        return self._generator_of(plan)
-
-    # --- sizes ---
-
-    def generator(self, *, batch: int = 1, **lengths: Any) -> Generator:
-        """Returns a `Generator`, with which callers fork, save and continue generation states themselves.
-
-        Args:
-            batch: number of batch rows.
-            **lengths: arguments of `plan`.
-
-        Returns:
-            The generator.
-        """
-        return self._generator_of(self.plan(**lengths), batch)
-
-    def _generator_of(self, plan: Plan, batch: int = 1) -> Generator:
-        """Returns a generator of a plan."""
-        return Generator(
-            self.llm.model,
-            plan,
-            batch=batch,
-            eos=self.llm.tokenizer.eos_ids,
-            allow_beyond_context=self.allow_beyond_context,
-            scorer=None if plan.scoring_policy is None else self.llm.scorer(self.heads),
-        )
-
-    def plan(
-        self,
-        *,
-        max_prompt_tokens: int,
-        max_new_tokens: int,
-        streaming: bool = False,
-        budget_tokens: int | None = None,
-        context_tokens: int = 0,
-    ) -> Plan:
-        """Chooses policies, format and slots of the caches of one sequence.
-
-        Args:
-            max_prompt_tokens: maximum length of the first prompt.
-            max_new_tokens: maximum number of tokens after it.
-            streaming: whether prompts are compressed while they are processed, in memory independent of their length;
-                see `Plan`.
-            budget_tokens: sequence length whose full cache a budget's share refers to; by default the sum of
-                `max_prompt_tokens` and `max_new_tokens`.
-            context_tokens: see `Plan`.
-
-        Returns:
-            The plan.
-        """
-        max_prompt_tokens = max(max_prompt_tokens, 1)
-        tokens = budget_tokens or max_prompt_tokens + max_new_tokens
-        lengths: dict[str, Any] = {
-            "max_prompt_tokens": max_prompt_tokens,
-            "max_new_tokens": max_new_tokens,
-            "streaming": streaming,
-        }
-        specs = cache_specs(self.llm.model, batch=1, **lengths)
-        if self.budget_dtype is not None:
-            specs = tuple(dataclasses.replace(spec, dtype=self.budget_dtype) for spec in specs)
-        # The budget applies to layers without a sliding window; the others cache exactly their window.
-        spec = dataclasses.replace(specs[0], window=None)
-        policy, kv_dtype = resolve_auto(
-            self.policy,
-            self.budget,
-            self.kv_dtype,
-            spec,
-            tokens,
-            heads=self.heads,
-            streaming=streaming,
-            find_profile=self.llm.profile,
-        )
-        specs = tuple(dataclasses.replace(spec, kv_dtype=kv_dtype) for spec in specs)
-        spec = dataclasses.replace(specs[0], window=None)
-        budget = resolve_windows(self.budget, specs)
-        resolved = fit_policy(policy, budget, spec, tokens, allow_smallest=True)
-        is_short = False
-        if budget is not None:
-            is_short = budget.fraction is not None and limited_bytes(resolved, spec) > budget.limit(spec, tokens)
-            if not is_short and not resolved.is_retrieval:
-                budget.warn_if_small(spec, tokens)
-        return Plan(
-            self.llm.model, resolved, **lengths, context_tokens=context_tokens, kv_dtype=kv_dtype, is_short=is_short
-        )
 
 
 def open_document(llm: TokenizedModel, directory: str | os.PathLike) -> Document:
@@ -689,7 +463,7 @@ def read_steps(
             else:
                 states = result
     yield [
-        cache.document(Prefix(generator, tuple(tokens), state).freeze(), context, messages, template_options, seed)
+        cache.document(cache._shared_prefix(generator, tokens, state), context, messages, template_options, seed)
         for cache, generator, state in zip(caches, generators, states, strict=True)
     ]
 
@@ -715,24 +489,34 @@ def encode_text(
     return llm.tokenizer.encode_continuation(context, context=()), context, messages
 
 
-def _parse_rows(rows: int | str, generator: Generator) -> int:
-    """Returns a number of rows, given as such or as bytes for their caches."""
+def parse_rows(rows: int | str) -> tuple[int, int | None]:
+    """Returns a maximum number of rows and a maximum of bytes of their caches.
+
+    Args:
+        rows: a number, or bytes ("2GiB").
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if isinstance(rows, str) and not rows.isdigit():
+        with contextlib.suppress(ValueError):
+            return MAX_ROWS, parse_bytes(rows)
     is_integer = isinstance(rows, int | np.integer) and not isinstance(rows, bool)
     count = int(rows) if is_integer or (isinstance(rows, str) and re.fullmatch(r"\d{1,9}", rows)) else 0
-    if 1 <= count <= MAX_ROWS:
-        return count
-    limit = None
-    if isinstance(rows, str):
-        with contextlib.suppress(ValueError):
-            limit = Budget.parse(rows).bytes
-    if limit is None:
+    if not 1 <= count <= MAX_ROWS:
         raise ValueError(
             f"{shorten(rows)} batch rows are not possible: pass a number from 1 to {MAX_ROWS} (8), or bytes for their "
             "caches (2GiB)"
         )
-    if limit < generator.row_bytes:
-        raise ValueError(
-            f"{format_bytes(limit)} are less than the {format_bytes(generator.row_bytes)} of one row's caches; allow "
-            "more memory or use a smaller budget"
-        )
-    return min(limit // generator.row_bytes, MAX_ROWS)
+    return count, None
+
+
+def parse_bytes(text: str) -> int:
+    """Returns a number of bytes, given as text ("2GiB").
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if (count := Budget.parse(text).bytes) is None:
+        raise ValueError(f"{shorten(text)} are no bytes; pass a number with a unit (2GiB)")
+    return count

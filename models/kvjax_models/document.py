@@ -4,13 +4,13 @@
     document.ask("Who wrote it?")
     document.ask(["When?", "Where?", "Why?"])        # one batch, which reads the text's entries once per step
 
-A document is a frozen `Prefix`, with the start of the conversation that questions continue. A question and its answer
+A document is a shared `Prefix`, with the start of the conversation that questions continue. A question and its answer
 have a separate cache for their tokens, the suffix.
 """
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Unpack, cast, overload
 
 import numpy as np
@@ -18,7 +18,6 @@ from jaxtyping import Float
 
 from kvjax.messages import shorten
 from kvjax.spec import check_integer
-from kvjax_models import compile_cache
 from kvjax_models.engine import Completion, Engine, Usage
 from kvjax_models.engine.answers import AnswerOptions, Answers, answer, check_n, stream
 from kvjax_models.fingerprint import describe_model, tokenizer_fingerprint
@@ -59,7 +58,6 @@ class Document:
     Attributes:
         tokenizer: tokenizer of the model.
         prefix: the text, and the chat template before it.
-        suffixes: returns sizes and policies of the tokens after the text, with one row, by their maximum number.
         options: policy, budget and format, as JSON.
         context: the rendered start of the conversation that questions continue; None for a plain text.
         messages: the messages of that conversation; None for a plain text.
@@ -69,7 +67,6 @@ class Document:
 
     tokenizer: Tokenizer
     prefix: Prefix
-    suffixes: Callable[[int], Generator]
     options: Mapping[str, Any]
     context: str | None
     messages: tuple[Message, ...] | None
@@ -236,7 +233,7 @@ class Document:
         """
         prompt = self._encode_text(cast(str, question)) if self.context is None else self.encode(question)
         limit = self._limit([prompt], max_new_tokens)
-        engine = self.engine(rows=1, max_new_tokens=len(prompt) + limit, stream_interval=stream_interval)
+        engine = self.engine(rows=1, stream_interval=stream_interval)
         options: dict[str, Any] = {"stop": stop, "max_new_tokens": limit, "seed": seed}
         yield from stream(engine, prompt, self.prefix, sampling=Sampling(**sampling), **options)
 
@@ -309,32 +306,29 @@ class Document:
         if not prompts:
             raise ValueError("the list of questions is empty; pass at least one")
         limit = self._limit(prompts, max_new_tokens)
-        engine = self.engine(rows=len(prompts) * check_n(n), max_new_tokens=max(map(len, prompts)) + limit)
+        engine = self.engine(rows=len(prompts) * check_n(n))
         return answer(engine, prompts, self.prefix, n=n, max_new_tokens=limit, **options)
 
-    def engine(self, *, rows: int, max_new_tokens: int | None = None, **options: Any) -> Engine:
-        """Returns an engine whose rows ask this document.
+    def engine(self, *, rows: int, **options: Any) -> Engine:
+        """Returns an engine whose requests continue documents.
 
         Args:
             rows: number of questions that are answered at a time.
-            max_new_tokens: capacity of each row for question and answer; by default the document's. Similar
-                capacities share compiled programs.
             **options: further arguments of `Engine`.
 
         Returns:
             The engine.
         """
-        generator = self.suffix_sizes(max_new_tokens).with_batch(rows)
-        return Engine(self.tokenizer, generator, documents=1, reader=self.prefix.generator, **options)
+        return Engine(self.prefix.generator.model, self.tokenizer, None, rows=rows, **options)
 
     def suffix_sizes(self, max_new_tokens: int | None = None) -> Generator:
         """Returns sizes and policies of the tokens after the text, with one row.
 
         Args:
-            max_new_tokens: as for `engine`.
+            max_new_tokens: capacity for question and answer; by default the document's.
         """
-        needed = self.max_new_tokens if max_new_tokens is None else max_new_tokens
-        return self.suffixes(min(compile_cache.length_bucket(needed)[-1], max(needed, self.max_new_tokens)))
+        assert self.prefix.rows is not None
+        return self.prefix.rows(0, self.max_new_tokens if max_new_tokens is None else max_new_tokens)[-1]
 
     def score(self, continuations: Sequence[Sequence[int]]) -> list[Float[np.ndarray, "T"]]:
         """Scores continuations of the text, as one batch.

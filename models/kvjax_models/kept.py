@@ -23,7 +23,7 @@ import kvjax
 from kvjax.segment import BlockStoreRead, Segment
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.prefill import compression_arguments
-from kvjax_models.runner.state import check_seed, init_layers
+from kvjax_models.runner.state import init_layers, row_seeds
 
 _MAX_NEGATIVE = 1e-3  # share that rounding may make negative
 
@@ -52,7 +52,7 @@ def kept_shares(generator: Generator, tokens: Sequence[int], seed: int = 0) -> F
         raise ValueError("a streaming prefill never has all tokens of a layer; read the text without streaming")
     layers, _, lengths = generator.prefilled_layers([tokens])
     specs = tuple(replace(spec, dtype=jnp.float32, kv_dtype=None) for spec in generator.specs)
-    caches = init_layers(generator.policies, specs, None, check_seed(seed))
+    caches = init_layers(generator.policies, specs, None, row_seeds(generator.batch, seed))
     kept, carry = [], None
     for policy, (cache, counters), layer in zip(generator.policies, caches, layers, strict=True):
         arguments, options = compression_arguments(cache, counters, layer, lengths, carry)

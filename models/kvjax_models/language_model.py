@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 from kvjax.budget import Budget
 from kvjax.messages import shorten
 from kvjax_models import compile_cache, formats, known_models
-from kvjax_models.cache import CachedModel, GenerateOptions, KVDtypes, open_document
+from kvjax_models.cache import CachedModel, GenerateOptions, open_document
+from kvjax_models.cache_plans import KVDtypes
 from kvjax_models.document import Document
 from kvjax_models.engine import Completion, Usage
 from kvjax_models.engine.answers import Answers

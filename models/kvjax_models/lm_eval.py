@@ -326,12 +326,7 @@ class KvjaxLM(TemplateLM):
         stop, max_new_tokens, sampling = parse_generation_kwargs(parameters, self.max_gen_toks)
         longest = max(len(one.question) for one in group)
         text_tokens, later_tokens = self.round_sizes(max(len(one.prompt) for one in group), longest + max_new_tokens)
-        engine = self.cache.engine(
-            rows=1 if longest else self.batch_size,
-            documents=self.batch_size if longest else 0,
-            max_prompt_tokens=text_tokens,
-            max_new_tokens=later_tokens,
-        )
+        engine = self.cache.engine(rows=self.batch_size)
         waiting, numbers = iter(group), dict[int, int]()
         collector = Collector(numbers)
         while True:

@@ -1,30 +1,43 @@
 """Processed tokens with their caches, from which sequences continue.
 
-A prefix is the settled state of one row: no token is staged. It is used in one of two ways:
+A prefix is used in one of two ways:
 
-- A *frozen* prefix is shared by any number of rows. Its entries are held once, never change, and are read once per step
-  for all rows; each row holds the tokens after it, its suffix, in a separate cache. Documents are frozen prefixes.
+- A *shared* prefix is continued by any number of rows. Its entries are held once, never change, and are read once per
+  step for all rows; each row holds the tokens after it, its suffix, in a separate cache. Documents are shared prefixes.
 - Any other prefix is copied into a row, whose caches have capacity for further tokens: a conversation whose next turn
-  continues, or a prompt with several answers.
+  continues. A full cache holds no more slots than tokens until it is copied.
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax.messages import shorten
+from kvjax_models.model.recurrent import RecurrentState
 from kvjax_models.runner.generator import Generator
-from kvjax_models.runner.sampling import GREEDY, Sampling, row_sampling
+from kvjax_models.runner.sampling import GREEDY, Sampling
 from kvjax_models.runner.state import GenerationState
 from kvjax_models.saves import Save, describe_difference
 from kvjax_models.sharding import replicate
+
+
+class RowSizes(Protocol):
+    """Chooses the sizes of rows."""
+
+    def __call__(self, num_tokens: int, max_new_tokens: int) -> "tuple[Generator, ...]":
+        """Returns the sizes that a row has in turn as its sequence grows, each with one row; often a single one.
+
+        Args:
+            num_tokens: tokens that the row holds before the answer.
+            max_new_tokens: maximum number of tokens of the answer.
+        """
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -34,31 +47,42 @@ class Prefix:
     Attributes:
         generator: sizes and policies of the caches, with one row.
         tokens: token ids, without the ones of `after`, which precede them.
-        state: state of the row after the tokens; the layers of a frozen prefix are `kvjax.FrozenCache`s.
-        after: the frozen prefix that the tokens follow, if there is one.
+        entries: entries of every layer with attention.
+        logits: logits of the next token.
+        recurrent: states of the other layers of a hybrid model.
+        after: the shared prefix that the tokens follow, if there is one.
         num_first: how many tokens were the first prompt; the others count as new tokens in the capacity of a row.
+        rows: sizes of the rows that share the prefix; None for a prefix that is copied into a row.
     """
 
     generator: Generator
     tokens: tuple[int, ...]
-    state: GenerationState
+    entries: tuple[kvjax.FrozenCache, ...]
+    logits: Float[Array, "1 V"]
+    recurrent: tuple[RecurrentState, ...] = ()
     after: "Prefix | None" = None
     num_first: int = 0
+    rows: RowSizes | None = None
+
+    @classmethod
+    def of(cls, generator: Generator, tokens: Sequence[int], state: GenerationState, **fields: Any) -> "Prefix":
+        """Returns the prefix of a settled state, in which no token is staged.
+
+        Args:
+            generator: sizes and policies of the state, with one row.
+            tokens: token ids, without those of a shared prefix.
+            state: state of the row; the entries are not copied.
+            **fields: further attributes.
+        """
+        entries = tuple(kvjax.freeze(cache, state.counters) for cache in state.layers)
+        if generator.plan.is_resizable and not fields.get("rows"):
+            entries = tuple(_resize(one, max(len(tokens), 1), 0) for one in entries)
+        return cls(generator, tuple(tokens), entries, state.logits, state.recurrent, **fields)
 
     @property
-    def is_frozen(self) -> bool:
+    def is_shared(self) -> bool:
         """Whether rows share the prefix; otherwise a row gets a copy."""
-        return all(isinstance(layer, kvjax.FrozenCache) for layer in self.state.layers)
-
-    def freeze(self) -> "Prefix":
-        """Returns the prefix for rows that share it, without staging buffers; the entries are not copied."""
-        layers = tuple(kvjax.freeze(cache, self.state.counters) for cache in self.state.layers)
-        return dataclasses.replace(self, state=dataclasses.replace(self.state, layers=layers))
-
-    @property
-    def entries(self) -> tuple[kvjax.FrozenCache, ...]:
-        """The entries of a frozen prefix, of every layer with attention."""
-        return self.state.layers
+        return self.rows is not None
 
     @property
     def num_tokens(self) -> int:
@@ -67,43 +91,51 @@ class Prefix:
 
     @property
     def max_suffix_tokens(self) -> int:
-        """Maximum number of tokens of a row after a frozen prefix."""
+        """Maximum number of tokens of a row after a shared prefix."""
         return self.generator.context_tokens - self.generator.max_prompt_tokens
 
-    def start_rows(self, generator: Generator, seed: int = 0, sampling: Sampling = GREEDY) -> GenerationState:
-        """Returns the state of rows before their first token after a frozen prefix.
+    def start_rows(
+        self, generator: Generator, seed: int | Sequence[int] = 0, sampling: Sampling | Sequence[Sampling] = GREEDY
+    ) -> GenerationState:
+        """Returns the state of rows before their first token after a shared prefix.
 
         Args:
             generator: sizes and policies of the suffixes.
-            seed: seed of sampling and of the suffixes' policy.
+            seed: seed of sampling and of the suffixes' policy, as for `Generator.init_state`.
             sampling: parameters of sampling.
         """
-        state = generator.init_state(seed, sampling)
+        return self._with_tokens(generator, generator.init_state(seed, sampling))
+
+    def copy_row(self, generator: Generator, seed: int = 0, sampling: Sampling = GREEDY) -> GenerationState:
+        """Returns a copy of a prefix that is not shared, with which a row continues.
+
+        Args:
+            generator: sizes and policies of the row; those of the prefix, or of a full cache of another size.
+            seed: seed of sampling.
+            sampling: parameters of sampling; all tokens of the prefix count as tokens of the prompt.
+        """
+        lengths = replicate(np.array([len(self.tokens)], np.int32), generator.mesh)
+        layers = [
+            _thaw(entries, lengths, spec.max_prompt_tokens, spec.max_new_tokens)
+            for entries, spec in zip(self.entries, generator.specs, strict=True)
+        ]
+        state = generator.init_state(seed, sampling, layers)
+        return self._with_tokens(generator, state)
+
+    def _with_tokens(self, generator: Generator, state: GenerationState) -> GenerationState:
+        """Returns a state of rows with everything after the tokens of the prefix but caches."""
         in_prompt = np.zeros(state.sampling.in_prompt.shape, bool)
-        in_prompt[:, list(self.tokens)] = True
+        in_prompt[:, list(self.tokens if self.after is None else (*self.after.tokens, *self.tokens))] = True
         return dataclasses.replace(
             state,
-            logits=_copy_to_rows(self.state.logits, state.logits),
-            recurrent=jax.tree.map(_copy_to_rows, self.state.recurrent, state.recurrent),
+            logits=_copy_to_rows(self.logits, state.logits),
+            recurrent=jax.tree.map(_copy_to_rows, self.recurrent, state.recurrent),
             positions=replicate(np.full(generator.batch, self.num_tokens, np.int32), generator.mesh),
             sampling=dataclasses.replace(state.sampling, in_prompt=replicate(in_prompt, generator.mesh)),
         )
 
-    def copy_row(self, seed: int = 0, sampling: Sampling = GREEDY) -> GenerationState:
-        """Returns a copy of the state of a prefix that is not frozen, with which a row continues.
-
-        Args:
-            seed: seed of sampling.
-            sampling: parameters of sampling; all tokens of the prefix count as tokens of the prompt.
-        """
-        old, mesh = self.state.sampling, self.generator.mesh
-        rows = row_sampling([sampling], self.generator.config.vocab_size, mesh)
-        rows = dataclasses.replace(rows, in_prompt=old.in_prompt | (old.counts > 0))
-        state = dataclasses.replace(self.state, sampling=rows, done=replicate(np.zeros(1, bool), mesh))
-        return self.generator.reseed(jax.tree.map(jnp.copy, state), seed)
-
     def score(self, generator: Generator, suffixes: Sequence[Sequence[int]]) -> list[Float[np.ndarray, "T"]]:
-        """Scores suffixes of a frozen prefix, as one batch.
+        """Scores suffixes of a shared prefix, as one batch.
 
         Args:
             generator: sizes and policies of the suffixes, with a row for each.
@@ -122,12 +154,12 @@ class Prefix:
 
         A hybrid model's recurrent states count, here and in `full_cache_bytes`; budgets do not include them.
         """
-        return kvjax.cache_bytes(self.state.layers).device + self.generator.recurrent_row_bytes
+        return kvjax.cache_bytes(self.entries).device + self.generator.recurrent_row_bytes
 
     @property
     def host_bytes(self) -> int:
         """Bytes in host memory."""
-        return kvjax.cache_bytes(self.state.layers).host
+        return kvjax.cache_bytes(self.entries).host
 
     @property
     def held_bytes(self) -> int:
@@ -137,7 +169,7 @@ class Prefix:
     @property
     def read_bytes(self) -> int:
         """Bytes that one decode step reads; rows read copies of recurrent states."""
-        return sum(map(kvjax.read_bytes, self.state.layers))
+        return sum(map(kvjax.read_bytes, self.entries))
 
     @property
     def full_cache_bytes(self) -> int:
@@ -154,7 +186,7 @@ class Prefix:
     # --- saves ---
 
     def save(self, directory: str | os.PathLike, manifest: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
-        """Saves a frozen prefix, without the model's weights.
+        """Saves a shared prefix, without the model's weights.
 
         Args:
             directory: a directory without saves.
@@ -181,15 +213,14 @@ class Prefix:
         save.write(self._arrays(), manifest, {**notes, **sizes})
 
     def restore(self, save: Save) -> "Prefix":
-        """Returns a frozen prefix with the arrays of a save."""
+        """Returns a shared prefix with the arrays of a save."""
         arrays = save.restore(self._arrays())
-        layers, logits, recurrent = arrays["texts"], arrays["logits"], arrays["recurrent"]
-        state = dataclasses.replace(self.state, layers=layers, logits=logits, recurrent=recurrent)
-        return dataclasses.replace(self, state=state)
+        entries, logits, recurrent = arrays["texts"], arrays["logits"], arrays["recurrent"]
+        return dataclasses.replace(self, entries=entries, logits=logits, recurrent=recurrent)
 
     def _arrays(self) -> dict[str, Any]:
         """Returns the arrays of a save by the names in it."""
-        return {"texts": self.entries, "logits": self.state.logits, "recurrent": self.state.recurrent}
+        return {"texts": self.entries, "logits": self.logits, "recurrent": self.recurrent}
 
 
 def open_save(directory: str | os.PathLike, manifest: Mapping[str, Any]) -> Save:
@@ -213,34 +244,18 @@ def open_save(directory: str | os.PathLike, manifest: Mapping[str, Any]) -> Save
     return save
 
 
-def check_frozen(prefix: Prefix, expected: Generator, suffixes: Generator) -> None:
-    """Checks that rows can share a frozen prefix.
+@functools.partial(jax.jit, static_argnames=("max_prompt_tokens", "max_new_tokens"))
+def _thaw(
+    entries: kvjax.FrozenCache, lengths: Int[Array, "1"], max_prompt_tokens: int, max_new_tokens: int
+) -> tuple[kvjax.Cache, kvjax.Counters]:
+    """Returns a copy of entries as a cache of a capacity."""
+    spec = entries.spec
+    if (spec.max_prompt_tokens, spec.max_new_tokens) != (max_prompt_tokens, max_new_tokens):
+        entries = kvjax.resize(entries, max_prompt_tokens, max_new_tokens)
+    return jax.tree.map(jnp.copy, kvjax.thaw(entries, lengths))
 
-    Args:
-        prefix: the prefix.
-        expected: sizes and policies of the prefixes that the rows share.
-        suffixes: sizes and policies of the rows.
 
-    Raises:
-        ValueError: if policy, format or sizes differ, with the first difference.
-    """
-    if suffixes.max_new_tokens > prefix.max_suffix_tokens:
-        raise ValueError(
-            f"{suffixes.max_new_tokens} tokens of question and answer exceed the capacity "
-            f"max_new_tokens={prefix.max_suffix_tokens} that the document was read with"
-        )
-    ours = prefix.generator
-    if ours.model is not expected.model:
-        raise ValueError("the document does not fit into the engine: it belongs to another model")
-    names = ("max_prompt_tokens", "kv_dtype", "streaming", "context_tokens")
-    options = [(name, getattr(ours, name), getattr(expected, name)) for name in names]
-    options += [("policy", *layer) for layer in zip(ours.policies, expected.policies, strict=True)]
-    for name, value, other in options:
-        if value != other:
-            raise ValueError(
-                f"the document does not fit into the engine: it has {name}={shorten(value)}, the engine "
-                f"{shorten(other)}; read it with the engine's cache, max_text_tokens and max_new_tokens"
-            )
+_resize = jax.jit(kvjax.resize, static_argnames=("max_prompt_tokens", "max_new_tokens"))
 
 
 def _copy_to_rows(x: Array, rows: Array) -> Array:

@@ -266,7 +266,7 @@ def test_no_text_is_parsed_after_the_options_are_values(monkeypatch):
     monkeypatch.setattr(PolicyChoice, "parse", refuse)
     monkeypatch.setattr("kvjax_models.runner.auto_policy.split_policy", refuse)
     for cache in caches:
-        cache.suffixes(cache.document_generator(300, 8), 8)
+        cache.suffix_rows(cache.document_generator(300, 8), 0, 8)
         assert dataclasses.replace(cache).generator(max_prompt_tokens=300, max_new_tokens=5000).row_bytes
 
 

@@ -118,7 +118,7 @@ def test_generate_completes_a_file_of_prompts_and_resumes(kvjax, answer, tmp_pat
         "generate", MODEL, f"--prompts_file={tmp_path / 'prompts.jsonl'}", f"--output={output}", "--batch_size=2",
         "--max_new_tokens=8", "--policy=exact:compact_every=4",
     )  # fmt: skip
-    assert "3 prompts in 2 batch rows, whose caches take" in kvjax(*options).err
+    assert "3 prompts, whose caches took up to" in kvjax(*options).err
     completed = output.read_text()
     rows = [json.loads(line) for line in completed.splitlines()]
     assert [row["number"] for row in rows] == [0, 1, 2] and [row.get("id") for row in rows] == [None, "short", None]
@@ -129,11 +129,11 @@ def test_generate_completes_a_file_of_prompts_and_resumes(kvjax, answer, tmp_pat
     # As after a kill: completions in the order in which they finished, and a truncated one.
     first, _, last = completed.splitlines()
     output.write_text(f"{last}\n{first[:30]}")
-    assert "2 prompts in 4 batch rows" in kvjax(*options, "--resume", "--batch_size=4").err
+    assert "2 prompts, whose caches took" in kvjax(*options, "--resume", "--batch_size=4").err
     assert output.read_text() == completed
     # A damaged line, and one that is too deeply nested.
     output.write_text(completed.replace('{"number": 0', '{"number: 0', 1) + "[" * 100_000 + "\n")
-    assert "1 prompts in 2 batch rows" in kvjax(*options, "--resume").err
+    assert "1 prompts, whose caches took" in kvjax(*options, "--resume").err
     assert output.read_text() == completed
     with pytest.raises(SystemExit, match=r"texts.jsonl belongs to another run: sampling.temperature is 0.0, not 1.0"):
         kvjax(*options, "--resume", "--temperature=1")

@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax.combinators.head_budgets import retrieving_heads
-from kvjax_models import LanguageModel, cache, prompts
+from kvjax_models import LanguageModel, cache_plans, prompts
 from kvjax_models.cache import read_together
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.sampling import Sampling
@@ -106,9 +106,9 @@ def test_a_streamed_document_answers_as_its_conversation():
 
 
 def test_suffixes_beyond_a_limit_are_compressed(monkeypatch):
-    monkeypatch.setattr(cache, "EXACT_SUFFIX_TOKENS", 48)
+    monkeypatch.setattr(cache_plans, "EXACT_SUFFIX_TOKENS", 48)
     document = llm().cache("subgen_mean:sinks=2,recent=8,compact_every=8", 80).read(TEXT, max_new_tokens=96)
-    suffixes = document.engine(rows=1).generator
+    suffixes = document.suffix_sizes()
     assert isinstance(suffixes.policies[0], kvjax.SubGenMean) and suffixes.policies[0].budget == 48
     answers = document.ask(QUESTIONS[:2], max_new_tokens=50)
     assert answers == [document.ask(question, max_new_tokens=50) for question in QUESTIONS[:2]]
@@ -118,9 +118,9 @@ def test_suffixes_beyond_a_limit_are_compressed(monkeypatch):
 
 
 def test_long_tails_have_the_policy_of_each_layer(monkeypatch):
-    monkeypatch.setattr(cache, "EXACT_SUFFIX_TOKENS", 48)
+    monkeypatch.setattr(cache_plans, "EXACT_SUFFIX_TOKENS", 48)
     cached = tiny.make_lively_llm(windows=(24, None)).cache("uniform:sinks=2,recent=8,compact_every=8@80 slots")
-    tails = cached.suffixes(cached.document_generator(100, 96), 96)
+    tails = cached.suffix_rows(cached.document_generator(100, 96), 0, 96)[-1]
     assert tails.policies[0] == kvjax.SlidingWindow(24, compact_every=8)
     assert tails.policies[1] == kvjax.Uniform(48, sinks=2, recent=8, compact_every=8)
 
@@ -148,7 +148,7 @@ def test_documents_that_are_read_together_equal_documents_alone():
     documents = read_together(caches, TEXT, max_new_tokens=96)
     for document, name in zip(documents, ("exact", "snapkv", "kvzip"), strict=True):
         jax.tree.map(np.testing.assert_array_equal, document.prefix.entries, read(name).prefix.entries)
-        np.testing.assert_array_equal(document.prefix.state.logits, read(name).prefix.state.logits)
+        np.testing.assert_array_equal(document.prefix.logits, read(name).prefix.logits)
     with pytest.raises(ValueError, match="one model"):
         read_together([caches[0], tiny.make_llm(tiny.TEMPLATE).cache()], TEXT)
 
@@ -159,10 +159,10 @@ def test_documents_that_are_read_together_equal_documents_alone():
 @pytest.mark.parametrize("name", each(POLICIES, quick=("chelsea", "quest")))
 def test_questions_do_not_change_a_document(name):
     document = read(name)
-    before = jax.tree.map(lambda x: np.array(key_data(x)), (document.prefix.entries, document.prefix.state.logits))
+    before = jax.tree.map(lambda x: np.array(key_data(x)), (document.prefix.entries, document.prefix.logits))
     document.ask(QUESTIONS, max_new_tokens=12, temperature=1.0)
     document.generate(["", "x"], max_new_tokens=3)
-    after = jax.tree.map(lambda x: np.asarray(key_data(x)), (document.prefix.entries, document.prefix.state.logits))
+    after = jax.tree.map(lambda x: np.asarray(key_data(x)), (document.prefix.entries, document.prefix.logits))
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
@@ -180,14 +180,13 @@ def test_twelve_questions_hold_twelve_suffixes_and_one_text():
     assert twelve.full_cache_bytes - document.full_cache_bytes == 12 * (
         one.full_cache_bytes - document.full_cache_bytes
     )
-    engine = document.engine(rows=12, max_new_tokens=32)
+    engine = document.engine(rows=12)
     before = sum(x.nbytes for x in jax.live_arrays())
     for _ in range(12):
         engine.add(document.encode(QUESTIONS[0]), document, max_new_tokens=8)
     engine.step()
     held = sum(x.nbytes for x in jax.live_arrays()) - before
-    assert held < engine.cache_sizes["cache_bytes"] + 12 * 98 * 12 + 200_000
-    assert all(a is b for a, b in zip(jax.tree.leaves(engine._rows.entries), leaves, strict=True))
+    assert held < engine.cache_bytes + 12 * 98 * 12 + 200_000
 
 
 def test_similar_questions_compile_nothing():
@@ -198,7 +197,7 @@ def test_similar_questions_compile_nothing():
     with count_compilations() as num_compiled:
         for number, question in enumerate(("Which code is in line 4?", "Which code is in line 12")):
             document.ask([question, "How?"], max_new_tokens=11, stop="x", temperature=0.3 * number, seed=number)
-        other.ask(["Where are the letters?", "x"], max_new_tokens=12, top_k=3)
+        other.ask(["Where are the letters?", "Why?"], max_new_tokens=12, top_k=3)
     assert num_compiled() == 0
 
 
@@ -206,11 +205,12 @@ def test_similar_questions_compile_nothing():
 
 
 def test_documents_enter_and_leave_while_others_answer():
-    """Two documents at a time, two rows each; every answer is the one of a document alone."""
+    """Texts of other lengths and caches, beside plain prompts; every answer is the one of a document alone."""
     cached = llm().cache(POLICIES["snapkv"])
-    sizes = {"max_new_tokens": 96, "max_text_tokens": 200}
-    documents = [cached.read(text, **sizes) for text in (TEXT, TEXT[::-1], TEXT[20:120], "A short text.")]
-    engine = cached.engine(rows=2, documents=2, max_prompt_tokens=200, max_new_tokens=96, max_prefill_steps=2)
+    texts = (TEXT, TEXT[::-1], TEXT[20:120], "A short text.")
+    documents = [cached.read(text, max_new_tokens=96) for text in texts[:3]]
+    documents.append(llm().cache(EXACT, kv_dtype="int8").read(texts[3], max_new_tokens=96))
+    engine = cached.engine(rows=4, max_prefill_tokens=64, stream_interval=4)
     expected, answers, reasons = {}, {}, {}
 
     def add(number, question, new):
@@ -231,6 +231,9 @@ def test_documents_enter_and_leave_while_others_answer():
     ):
         add(number, question, new)
     held = []
+    prompt = [{"role": "user", "content": "Tell me."}]
+    plain = engine.add(prompt, max_new_tokens=12)
+    answers[plain], expected[plain] = "", cached.generate(prompt, max_new_tokens=12)
     for step in range(100):
         if step == 2:
             add(3, "What is it?", 20)
@@ -241,11 +244,8 @@ def test_documents_enter_and_leave_while_others_answer():
         for output in engine.step():
             answers[output.number] += output.text
             reasons[output.number] = output.finish_reason
-        prefixes = [document.prefix for document in documents]
-        held.append(tuple(prefixes.index(one) if one in prefixes else None for one in engine._scheduler.prefixes))
-    assert answers == expected and set(reasons.values()) == {"length"}
-    assert {number for pair in held for number in pair} >= {0, 1, 2, 3} and len(set(held)) > 2
-    assert all(text.state.keys.shape[0] == 2 for text in engine._rows.entries)
+        held.append(len(engine._groups))
+    assert answers == expected and set(reasons.values()) == {"length"} and max(held) > 2
 
 
 def test_a_failing_question_does_not_stop_the_others():
@@ -276,7 +276,7 @@ def test_questions_of_similar_lengths_are_prefilled_together(monkeypatch):
     def answers(*asked, rows=4, aborted=None):
         """Returns the tokens of every request, and the lengths of the prompts of every prefill."""
         lengths.clear()
-        engine = document.engine(rows=rows, max_prefill_steps=1)
+        engine = document.engine(rows=rows, max_prefill_tokens=1)
         numbers = [engine.add(prompt, document, max_new_tokens=8) for prompt in asked]
         outputs = engine.step()
         if aborted is not None:
@@ -286,55 +286,32 @@ def test_questions_of_similar_lengths_are_prefilled_together(monkeypatch):
         texts = ["".join(one.text for one in outputs if one.number == number) for number in numbers]
         return texts, [one.finish_reason for one in outputs if one.finish_reason not in (None, "length")], [*lengths]
 
-    alone = document.ask(QUESTIONS[:3], max_new_tokens=8)
-    sizes = [len(prompt) for prompt in prompts]
-    assert answers(*prompts[:3]) == (alone, [], [[*sizes[:3], 1]])
-    assert answers(*prompts[:3], aborted=1) == ([alone[0], "", alone[2]], ["abort"], [[*sizes[:3], 1]])
+    prompts[1], long = prompts[0][:-1], prompts[1]
+    sizes = [len(prompt) for prompt in prompts[:3]]
+    alone = [answers(prompt)[0][0] for prompt in prompts[:3]]
+    assert answers(*prompts[:3]) == (alone, [], [[*sizes, 1]])
+    assert answers(*prompts[:3], aborted=1) == ([alone[0], "", alone[2]], ["abort"], [[*sizes, 1]])
     assert answers(*prompts[:3], [98]) == (
         [*alone, ""],
         ["error"],
-        [[*sizes[:3], 1], *([size] for size in (*sizes[:3], 1))],
+        [[*sizes, 1], *([size] for size in (*sizes, 1))],
     )
-    long = prompts[1] * 2
-    assert answers(prompts[0], long, prompts[2])[2] == [[sizes[0]], [len(long)], [sizes[2]]]
-    assert answers(prompts[0], prompts[0], prompts[2])[2] == [[sizes[0]], [sizes[2]]]  # equal prompts share a prefill
+    assert answers(prompts[0], long, prompts[2])[2] == [[sizes[0], sizes[2]], [len(long)]]
+    assert answers(prompts[0], prompts[0], prompts[2])[2] == [[sizes[0], sizes[2]]]  # equal prompts share a prefill
 
 
-def test_documents_of_other_options_are_refused_by_name():
-    cached = llm().cache("snapkv:window_size=8,compact_every=8", 24)
-    engine = cached.engine(rows=1, documents=2, max_prompt_tokens=200, max_new_tokens=96)
-    sizes = {"max_new_tokens": 96, "max_text_tokens": 200}
-    fitting = cached.read("A text.", **sizes)
-    fitting_number = engine.add([1], fitting, max_new_tokens=2)
-
-    def refused(document, message):
-        with pytest.raises(ValueError, match=f"the document does not fit into the engine: it {message}"):
-            engine.add([1], document)
-
-    refused(
-        llm().cache("streaming_llm:compact_every=8", 24).read("A text.", **sizes),
-        r"has policy=StreamingLLM\(.*, the engine SnapKV\(",
-    )
-    refused(llm().cache("snapkv:window_size=8,compact_every=8", 40).read("A text.", **sizes), "has policy=SnapKV")
-    refused(
-        llm().cache("snapkv:window_size=8,compact_every=8", 24, kv_dtype="int8").read("A text.", **sizes),
-        "has kv_dtype='int8', the engine None",
-    )
-    refused(cached.read("A text.", max_new_tokens=96), "has max_prompt_tokens=16, the engine 224")
-    refused(cached.read("A text.", max_new_tokens=120, max_text_tokens=200), "has context_tokens=")
+def test_documents_that_cannot_be_continued_are_refused():
+    document, engine = read("snapkv"), llm().cache(EXACT).engine(rows=1)
     other = LanguageModel(tiny.make_llm(tiny.TEMPLATE).model, llm().tokenizer)
-    refused(
-        other.cache("snapkv:window_size=8,compact_every=8", 24).read("A text.", **sizes), "belongs to another model"
-    )
-    with pytest.raises(ValueError, match="exceed the capacity max_new_tokens=16 that the document was read with"):
-        engine.add([1], cached.read("A text.", max_new_tokens=16, max_text_tokens=200))
+    with pytest.raises(ValueError, match="does not fit into the engine: it belongs to another model"):
+        engine.add([1], other.cache(EXACT).read("A text."))
+    with pytest.raises(ValueError, match="1 tokens of the prompt and max_new_tokens=96 exceed the capacity"):
+        engine.add([1], document, max_new_tokens=96)
     with pytest.raises(ValueError, match="the rows of this engine continue documents; pass the document"):
-        engine.add([1])
-    with pytest.raises(ValueError, match="this engine takes plain prompts"):
-        cached.engine(max_prompt_tokens=20).add([1], fitting)
+        document.engine(rows=1).add([1])
     with pytest.raises(ValueError, match="8 tokens exceeds max_text_tokens=4"):
-        cached.read("A text.", chat=False, max_text_tokens=4)
-    assert [output.number for output in engine.run()] == [fitting_number]
+        llm().cache(SNAPKV).read("A text.", chat=False, max_text_tokens=4)
+    assert not engine.has_unfinished
 
 
 # --- chat templates ---

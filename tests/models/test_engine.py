@@ -12,7 +12,6 @@ from flax import nnx
 import kvjax
 from kvjax_models import LanguageModel
 from kvjax_models.engine import Collector, Output
-from kvjax_models.engine.rows import _insert_row
 from kvjax_models.runner import prefill
 from kvjax_models.runner.answer_text import AnswerText, check_stop
 from kvjax_models.runner.decode import decode_program
@@ -48,8 +47,7 @@ def llm():
 
 
 def make_engine(policy=EXACT, language_model=None, **options):
-    sizes = {"rows": 3, "max_prompt_tokens": 70, "max_new_tokens": 24}
-    return (language_model or llm()).cache(policy).engine(**sizes | options)
+    return (language_model or llm()).cache(policy).engine(**{"rows": 3} | options)
 
 
 @functools.cache
@@ -72,12 +70,13 @@ def collect(some_engine):
         texts[output.number] = texts.get(output.number, "") + output.text
         if output.finish_reason is not None:
             reasons[output.number] = output.finish_reason
-    assert not some_engine.has_unfinished and some_engine.num_free_rows == some_engine.generator.batch
+    assert not some_engine.has_unfinished and some_engine.num_free_rows == some_engine._scheduler.rows
     return rows, texts, reasons
 
 
-def tokens_alone(generator, number):
-    alone = generator.with_batch(1)
+def tokens_alone(number, policy=EXACT):
+    """Returns the tokens of a request in a row that does not grow."""
+    alone = llm().cache(policy).rows(LENGTHS[number], NEW[number])[-1]
     state = alone.prefill(alone.init_state(number, SAMPLING[number]), [prompts()[number]])
     return decode_all(alone, state, NEW[number])[0][0]
 
@@ -85,11 +84,11 @@ def tokens_alone(generator, number):
 @pytest.mark.parametrize("name", each(POLICIES, quick=("clustergen",)))
 def test_tokens_equal_those_of_each_request_alone(name):
     """With other sampling, seeds and lengths in every row."""
-    some_engine = make_engine(POLICIES[name], max_prefill_steps=2)
+    some_engine = make_engine(POLICIES[name], max_prefill_tokens=64)
     add_all(some_engine)
     rows, texts, reasons = collect(some_engine)
     for number, new in enumerate(NEW):
-        assert rows[number] == tokens_alone(some_engine.generator, number) and len(rows[number]) == new
+        assert rows[number] == tokens_alone(number, POLICIES[name]) and len(rows[number]) == new
         assert texts[number] == llm().tokenizer.decode_continuation(rows[number], prompts()[number])
     assert reasons == dict.fromkeys(range(5), "length")
 
@@ -97,18 +96,20 @@ def test_tokens_equal_those_of_each_request_alone(name):
 @pytest.mark.parametrize("name", each(POLICIES, quick=("clustergen",)))
 def test_requests_continue_finished_ones(name):
     """With the tokens of a state that two prompts are appended to, whatever other rows do."""
-    some_engine = make_engine(POLICIES[name], max_new_tokens=56, stream_interval=3)
+    cache = llm().cache(POLICIES[name])
+    some_engine = make_engine(POLICIES[name], stream_interval=3)
     first, question, sampling = prompts()[3], prompts()[1][:9], Sampling(0.9, repetition_penalty=1.3)
 
     def finish(prompt, limit, seed, **options):
         some_engine.add(prompts()[0], max_new_tokens=20 + seed)
-        number = some_engine.add(prompt, sampling=sampling, max_new_tokens=limit, seed=seed, keep=True, **options)
+        options |= {"keep": True, "room": 56}
+        number = some_engine.add(prompt, sampling=sampling, max_new_tokens=limit, seed=seed, **options)
         return [output.prefix for output in some_engine.run() if output.number == number][-1]
 
     turn = finish(first, 13, 1)
     turns = [finish(question, 11, 2, prefix=turn) for _ in range(2)]
     assert turns[0].tokens == turns[1].tokens and turns[0].num_first == len(first)
-    alone = some_engine.generator.with_batch(1)
+    alone = cache.rows(len(first), 56)[-1]
     [tokens], state = decode_all(alone, alone.prefill(alone.init_state(1, sampling), [first]), 13)
     assert turn.tokens == (*first, *tokens)
     rows = dataclasses.replace(state.sampling, in_prompt=state.sampling.in_prompt | (state.sampling.counts > 0))
@@ -117,16 +118,17 @@ def test_requests_continue_finished_ones(name):
     assert turns[0].tokens == (*turn.tokens, *question, *decode_all(alone, state, 11)[0][0])
     with pytest.raises(TypeError, match="a prompt after a prefix must be token ids, got str"):
         some_engine.add("Who?", turn)
-    with pytest.raises(ValueError, match="another policy or size"):
-        make_engine(POLICIES[name], max_new_tokens=64).add(question, turn)
-    with pytest.raises(ValueError, match="9 tokens of the prompt and max_new_tokens=40 exceed the 43 tokens"):
-        some_engine.add(question, turn, max_new_tokens=40)
+    if name == "exact":  # grows
+        some_engine.add(question, turn, max_new_tokens=500)
+        return
+    with pytest.raises(ValueError, match="9 tokens of the prompt and max_new_tokens=50 exceed the 51 tokens"):
+        some_engine.add(question, turn, max_new_tokens=50)
 
 
 def test_tokens_do_not_depend_on_rows_or_prefill_steps():
     results = []
-    for rows, steps in ((3, None), (8, 1), (1, 2)):
-        some_engine = make_engine(rows=rows, max_prefill_steps=steps)
+    for rows, tokens in ((3, None), (8, 1), (1, 60)):
+        some_engine = make_engine(rows=rows, max_prefill_tokens=tokens)
         add_all(some_engine)
         results.append(collect(some_engine))
     assert results[0] == results[1] == results[2]
@@ -147,8 +149,8 @@ def test_answers_to_one_prompt_share_its_prefill(monkeypatch):
         some_engine.add(prompts()[1], sampling=sampling, max_new_tokens=9, seed=seed, prompt_seed=5)
     some_engine.add(prompts()[1], max_new_tokens=9, seed=5)  # greedy
     rows, *_ = collect(some_engine)
-    assert prefilled == [[tuple(prompts()[1])]] * 2
-    alone = some_engine.generator.with_batch(1)
+    assert prefilled == [[tuple(prompts()[1])], [tuple(prompts()[1])] * 2]
+    alone = llm().cache(kvjax.Uniform(40, recent=16, compact_every=PERIOD)).rows(LENGTHS[1], 9)[-1]
     for number in range(4):
         state = alone.prefill(alone.init_state(5, sampling), [prompts()[1]])
         assert rows[number] == decode_all(alone, alone.reseed(state, 5 + number), 9)[0][0]
@@ -156,39 +158,37 @@ def test_answers_to_one_prompt_share_its_prefill(monkeypatch):
 
 def test_requests_that_differ_compile_nothing():
     """Sampling, stop strings, seeds and lengths of one bucket are values; rows of all parameters are in one program."""
-    some_engine = make_engine(max_prompt_tokens=32)
-    for length in (20, 32):  # the rest of a bucket has the same shape
-        some_engine.add(prompts()[0][:length], max_new_tokens=9)
-    collect(some_engine)
-    with count_compilations() as num_compiled:
-        for number, sampling in enumerate(SAMPLING * 2):
-            stop = ("x", "ab")[number % 2 :]
-            length, new = 17 + number, 1 + 2 * number
-            some_engine.add(prompts()[0][:length], sampling=sampling, stop=stop, max_new_tokens=new, seed=number)
+
+    def run(some_engine, shift):
+        for number in range(10):
+            stop, options = ("x", "ab")[number % 2 :], SAMPLING[(number + shift) % 5]
+            length = 20 + (number + shift) % 10
+            new = 1 + 2 * number
+            some_engine.add(prompts()[0][:length], sampling=options, stop=stop, max_new_tokens=new, seed=number)
         collect(some_engine)
-        collect_another = make_engine(max_prompt_tokens=30)  # an equal engine
-        collect_another.add(prompts()[0][:25], sampling=Sampling(1.7, 3))
-        collect(collect_another)
+
+    run(make_engine(), 0)
+    with count_compilations() as num_compiled:
+        run(make_engine(), 3)  # an equal engine
     assert num_compiled() == 0
 
 
 def test_prompts_of_all_lengths_share_programs():
     jax.clear_caches()
-    some_engine = make_engine(rows=2, max_prompt_tokens=1024, max_new_tokens=16)
-    functions = [decode_program, prefill.prefill_layer, prefill.prefill_cache, _insert_row]
-    # Prompts are padded to 4 lengths from 256 to 1,024; equal layers share programs.
-    with compile_counts(functions, [1, 4, 4, 1]):
+    some_engine = make_engine(rows=1)
+    # Prompts are padded to 4 lengths from 256 to 1,024, and rows have 6 sizes from 64 to 2,048.
+    with compile_counts([prefill.prefill_layer, decode_program], [4, 6]):
         for length in range(1, 1025, 93):
             some_engine.add([1] * length, max_new_tokens=2)
         collect(some_engine)
 
 
-def test_prefill_steps_alternate_with_blocks():
+def test_prefill_alternates_with_blocks():
     # The second request needs two layers and an insertion: three blocks of the first one come before its first block.
-    for steps, expected in ((1, [0] * 3 + [0, 1] + [1] * 3), (None, [0, 1] * 4)):
-        some_engine = make_engine(rows=2, max_new_tokens=32, max_prefill_steps=steps)
-        for token in (1, 2):
-            some_engine.add([token] * 40, max_new_tokens=32)
+    for tokens, expected in ((1, [0] * 3 + [0, 1] + [1] * 3), (None, [0, 1] * 4)):
+        some_engine = make_engine(rows=2, max_prefill_tokens=tokens)
+        for length in (40, 60):
+            some_engine.add([length] * length, max_new_tokens=32)
         assert [output.number for output in some_engine.run()] == expected
 
 
@@ -200,8 +200,8 @@ def test_requests_may_be_added_while_others_run():
     others = [some_engine.add(prompts()[2], max_new_tokens=16, seed=2, sampling=SAMPLING[2]) for _ in range(3)]
     assert some_engine.num_waiting == 3
     rows, _, reasons = collect(some_engine)
-    assert tokens + rows[first] == tokens_alone(some_engine.generator, 1)
-    assert all(rows[other] == tokens_alone(some_engine.generator, 2) for other in others) and len(reasons) == 4
+    assert tokens + rows[first] == tokens_alone(1)
+    assert all(rows[other] == tokens_alone(2) for other in others) and len(reasons) == 4
 
 
 @pytest.mark.parametrize("interval", [1, 3, 8, 50])
@@ -311,8 +311,7 @@ def test_a_failing_request_does_not_stop_the_others():
     some_engine = make_engine()
     for prompt, options, message in (
         ([], {}, "the prompt is empty"),
-        ([1] * 81, {}, "81 tokens exceed max_prompt_tokens=80"),
-        ([1] * 60, {"max_new_tokens": 60}, "60 tokens of the prompt and max_new_tokens=60 exceed the 104 tokens"),
+        ([1] * 60, {"max_new_tokens": 10**6}, "1000060 tokens exceeds the model's context length"),
         ([1], {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
         ([1], {"seed": -1}, "seed=-1 must be"),
         ([1], {"stop": ""}, "stop must not contain an empty string"),
@@ -334,7 +333,7 @@ def test_an_invalid_token_is_an_error_of_its_request():
     rows = {}
     for output in outputs:
         rows.setdefault(output.number, []).extend(output.tokens)
-    assert all(rows[number + 1] == tokens_alone(some_engine.generator, number) for number in range(5))
+    assert all(rows[number + 1] == tokens_alone(number) for number in range(5))
 
 
 def broken_model(token):
@@ -366,7 +365,7 @@ def test_a_row_of_nan_is_an_error_of_its_request():
 
 
 def test_requests_are_aborted_while_they_wait_prefill_and_run():
-    some_engine = make_engine(rows=2, max_prefill_steps=1)
+    some_engine = make_engine(rows=2, max_prefill_tokens=1)
     add_all(some_engine)
     collected = {number: [] for number in range(5)}
     reasons = {}
@@ -390,9 +389,9 @@ def test_requests_are_aborted_while_they_wait_prefill_and_run():
         step()
     assert reasons == {0: "abort", 1: "abort", 2: "length", 3: "abort", 4: "length"}
     assert collected[0] == collected[3] == [] and some_engine.num_free_rows == 2
-    assert collected[1] == tokens_alone(some_engine.generator, 1)[: len(collected[1])]
+    assert collected[1] == tokens_alone(1)[: len(collected[1])]
     for number in (2, 4):
-        assert collected[number] == tokens_alone(some_engine.generator, number)
+        assert collected[number] == tokens_alone(number)
 
 
 def test_a_failed_request_of_a_collector_is_an_error():
@@ -423,52 +422,60 @@ def test_log_probabilities_come_with_their_tokens():
 # --- sizes ---
 
 
-def test_rows_from_bytes():
+def test_rows_follow_their_tokens():
+    """A row of a full cache grows; a kept one has slots for its tokens only, and a copy of it grows again."""
+    sizes = llm().cache(EXACT).rows(20, 500)
+    assert [one.plan.capacity for one in sizes] == [256, 512, 1024]
+    some_engine, held, first, question = make_engine(rows=1), [], prompts()[3], prompts()[1][:9]
+    some_engine.add(first, max_new_tokens=500, keep=True)
+    for output in some_engine.run():
+        held.append(some_engine.cache_bytes)
+        prefix = output.prefix
+    assert sorted(set(held[:-1])) == pytest.approx([one.row_bytes for one in sizes], rel=0.01)
+    assert prefix.cache_bytes == pytest.approx(sizes[0].row_bytes * 520 / 256, rel=0.15)
+    alone = sizes[-1]
+    [tokens], state = decode_all(alone, alone.prefill(alone.init_state(0), [first]), 500)
+    assert prefix.tokens == (*first, *tokens)
+    some_engine.add(question, prefix, max_new_tokens=200)
+    state = dataclasses.replace(state, done=jnp.zeros(1, bool), max_positions=jnp.full(1, 10**6))
+    expected = decode_all(alone, alone.prefill(state, [question]), 200)[0][0]
+    assert collect(some_engine)[0][1] == expected
+
+
+def test_requests_wait_for_bytes():
     cache = llm().cache(kvjax.StreamingLLM(40, compact_every=PERIOD))
-    sizes = {"max_prompt_tokens": 70, "max_new_tokens": 24}
-    generator = cache.engine(rows=1, **sizes).generator
-    cache_bytes = kvjax.cache_bytes(generator.with_batch(4).init_state().layers).device
-    assert cache_bytes <= 4 * generator.row_bytes < 1.01 * cache_bytes  # rows share a counter
-    for rows, expected in (
-        (f"{4 * generator.row_bytes}B", 4),
-        (f"{5 * generator.row_bytes - 1}B", 4),
-        (5, 5),
-        ("5", 5),
-    ):
-        assert cache.engine(rows=rows, **sizes).generator.batch == expected
-    for rows, message in (
-        (f"{generator.row_bytes - 1}B", "are less than the .* of one row's caches"),
-        ("10%", "^'10%' batch rows are not possible"),
-        (0, "^0 batch rows are not possible"),
-    ):
+    row_bytes = cache.rows(LENGTHS[1], 9)[-1].row_bytes
+    some_engine = cache.engine(rows=8, max_bytes=f"{3 * row_bytes - 1}B")
+    for seed in range(5):
+        some_engine.add(prompts()[1], max_new_tokens=9, seed=seed)
+    held = []
+    while some_engine.has_unfinished:
+        some_engine.step()
+        held.append(some_engine.cache_bytes)
+    assert 1.99 * row_bytes < max(held) <= 2 * row_bytes  # rows share a counter
+    assert some_engine.usage.cache_bytes == max(held)
+    with pytest.raises(ValueError, match="takes up to .*iB, more than the .*iB for all rows"):
+        cache.engine(max_bytes=row_bytes - 1).add(prompts()[1], max_new_tokens=9)
+    for rows, message in (("10%", "^'10%' batch rows are not possible"), (0, "^0 batch rows are not possible")):
         with pytest.raises(ValueError, match=message):
-            cache.engine(rows=rows, **sizes)
+            next(cache.generate_many(["x"], batch_size=rows))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("max_prefill_steps", 0),
-        ("stream_interval", 0),
-        ("max_new_tokens", 0),
-        ("max_prompt_tokens", 1.5),
-        ("documents", -1),
-    ],
-)
-def test_invalid_sizes_are_refused(name, value):
-    with pytest.raises(ValueError, match=f"{name}={value} must be"):
-        make_engine(**{name: value})
+@pytest.mark.parametrize("name", ["rows", "max_bytes", "max_prefill_tokens", "stream_interval"])
+def test_invalid_sizes_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name}=0 must be"):
+        make_engine(**{name: 0})
 
 
 @pytest.mark.parametrize("interval", [None, 3])
 def test_random_operations_change_no_tokens(interval):
     """Requests are added and aborted in any order; the others have the tokens that they have alone."""
     rng = np.random.default_rng(0)
-    some_engine = make_engine(rows=3, max_prefill_steps=2, stream_interval=interval)
-    alone = [tokens_alone(some_engine.generator, number) for number in range(5)]
+    some_engine = make_engine(rows=3, max_prefill_tokens=60, stream_interval=interval)
+    alone = [tokens_alone(number) for number in range(5)]
     kinds, collected, reasons = {}, {}, {}
     for _ in range(120):
-        operation = rng.choice(["add", "abort", "step", "step", "step"])
+        operation = rng.choice(["add", "add", "abort", "step", "step"])
         if operation == "add" and len(kinds) < 20:
             kind = int(rng.integers(5))
             options = {"sampling": SAMPLING[kind], "max_new_tokens": NEW[kind], "seed": kind}

@@ -261,8 +261,8 @@ def test_a_state_saved_on_one_mesh_continues_on_another(tmp_path):
 def test_continuous_batching_on_a_mesh(name):
     def run_requests(mesh):
         model = make_model() if mesh is None else shard_model(make_model(), mesh)
-        generator = Generator(model, POLICIES[name], **SIZES | {"batch": 2}, prefill_chunk=4)
-        engine, rows = Engine(tiny.make_llm().tokenizer, generator), {}
+        generator = Generator(model, POLICIES[name], **SIZES | {"batch": 1}, prefill_chunk=4)
+        engine, rows = Engine(model, tiny.make_llm().tokenizer, lambda *_: (generator,), rows=2), {}
         for prompt in PROMPTS:
             engine.add(prompt, max_new_tokens=9)
         for output in engine.run():

@@ -167,7 +167,7 @@ def test_document_answers_ten_questions_as_ten_runs(llm, policy, budget, tmp_pat
         assert cache.generate([text + one for one in QUESTIONS], **options) == answers
     document.save(tmp_path)
     opened = llm.open(tmp_path)
-    assert_close(opened.prefix.state.recurrent, document.prefix.state.recurrent, atol=0)
+    assert_close(opened.prefix.recurrent, document.prefix.recurrent, atol=0)
     assert opened.generate(QUESTIONS[:2], **options) == answers[:2]
 
 
@@ -175,7 +175,7 @@ def test_one_engine_answers_questions_about_two_documents(llm):
     cache = llm.cache("exact")
     texts = ["a text of some length " * 3, "another text, which is longer " * 3]
     documents = [cache.read(text, max_new_tokens=64, max_text_tokens=128, chat=False) for text in texts]
-    engine = cache.engine(rows=2, documents=2, max_prompt_tokens=128, max_new_tokens=64)
+    engine = cache.engine(rows=4)
     numbers = {}
     for number, document in enumerate(documents * 2):
         prompt = llm.tokenizer.encode_continuation(QUESTIONS[number], document.tokens)
@@ -188,7 +188,7 @@ def test_one_engine_answers_questions_about_two_documents(llm):
 
 
 def test_turns_of_a_conversation_continue_their_state(llm):
-    engine = llm.cache("exact").engine(rows=2, max_prompt_tokens=80, max_new_tokens=64)
+    engine = llm.cache("exact").engine(rows=2)
     engine.add(PROMPTS[2], max_new_tokens=8, keep=True)
     *_, first = engine.run()
     tokens, turn = [], [21, 22, 23]
@@ -207,7 +207,7 @@ def test_bytes_count_recurrent_states(llm):
     assert sizes["cache_bytes"] == caches + 3 * row
     assert sizes["full_cache_bytes"] == 3 * (row + 2 * 120 * 2 * 2 * 16 * 2)
     document = llm.cache("snapkv", 64).read("a text " * 20)
-    assert document.cache_bytes == kvjax.cache_bytes((document.prefix.entries, document.prefix.state.recurrent)).device
+    assert document.cache_bytes == kvjax.cache_bytes((document.prefix.entries, document.prefix.recurrent)).device
 
 
 def test_saved_state_continues(llm, expected, tmp_path):

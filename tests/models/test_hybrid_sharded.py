@@ -94,7 +94,7 @@ def test_documents_on_a_mesh(tmp_path):
     opened = llm.open(tmp_path)
     for one in (read, opened):
         assert one.generate(["ab", "c", "def"], max_new_tokens=12) == expected
-        assert not one.prefix.state.recurrent[0].memory.sharding.is_fully_replicated
+        assert not one.prefix.recurrent[0].memory.sharding.is_fully_replicated
 
 
 @needs_devices

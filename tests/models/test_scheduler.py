@@ -4,129 +4,125 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from kvjax_models.engine.scheduler import Scheduler, Waiting
+from kvjax_models.engine.scheduler import Mixes, Scheduler, Waiting, width_for
 
 
-def start(scheduler, **options):
-    return {row: request.number for row, request in scheduler.start(**options).items()}
+def start(scheduler):
+    return [request.number for request in scheduler.start()]
 
 
 def add(scheduler, *numbers, **options):
     for number in numbers:
-        scheduler.add(Waiting(number, number, **{"num_tokens": 8} | options))
+        scheduler.add(Waiting(number, **{"row_bytes": 10, "prompt": number, "num_tokens": 8} | options))
 
 
-def test_requests_get_rows_in_order():
+def test_requests_start_in_order():
     scheduler = Scheduler(2)
     add(scheduler, 0, 1, 2)
-    for expected in ({0: 0}, {1: 1}, {}):
-        assert start(scheduler) == expected
-        scheduler.run()
-    assert scheduler.num_free_rows == 0 and [one.number for one in scheduler.waiting] == [2]
-    scheduler.free([0])
-    assert start(scheduler) == {0: 2} and scheduler.num_free_rows == 0
+    assert [start(scheduler) for _ in range(3)] == [[0], [1], []]
+    assert scheduler.num_free_rows == 0 and scheduler.reserved_bytes == 20
+    scheduler.finish(0)
+    assert start(scheduler) == [2]
 
 
-def test_requests_of_a_busy_group_let_others_pass():
-    scheduler = Scheduler(4, groups=2)
-    for number, prefix in enumerate("aaabc"):
-        add(scheduler, number, prefix=prefix)
-    rows = []
-    while started := start(scheduler):
-        rows.append(started)
-        scheduler.run()
-    assert rows == [{0: 0}, {1: 1}, {2: 3}]  # the third of "a" waits, "b" passes, and "c" has no group
-    assert scheduler.prefixes == ["a", "b"]
-    scheduler.free([2])
-    assert start(scheduler) == {2: 4} and scheduler.prefixes == ["a", "c"]
-
-
-def test_prefixes_stay_until_their_group_is_needed():
-    scheduler = Scheduler(2, groups=2)
-    for prefix in "ab":
-        add(scheduler, 0, prefix=prefix)
-        [row] = start(scheduler)
-        scheduler.run()
-        scheduler.free([row])
-        assert "a" in scheduler.prefixes
-    assert scheduler.prefixes == ["a", "b"]
+def test_a_request_waits_for_bytes_and_no_other_passes_it():
+    scheduler = Scheduler(8, max_bytes=35)
+    add(scheduler, 0)
+    add(scheduler, 1, row_bytes=30)
+    add(scheduler, 2)
+    assert start(scheduler) == [0] and start(scheduler) == []
+    scheduler.finish(0)
+    assert start(scheduler) == [1] and start(scheduler) == []
+    scheduler.max_bytes = 40
+    assert start(scheduler) == [2] and scheduler.reserved_bytes == 40
 
 
 @pytest.mark.parametrize(
-    ("lengths", "expected"),
+    ("waiting", "expected"),
     [
-        ([8, 8, 8, 8], [0, 1, 2, 3]),
-        ([8, 8], [0, 1]),  # half of the rows: twice the time of the blocks alone
-        ([8, 100], [0]),  # all rows would be padded to 13 blocks
-        ([8], [0]),
+        ("aaaa", [0, 1, 2, 3]),
+        ("aaa", [0, 1]),  # a batch of three would be a program of its own
+        ("abaa", [0, 2]),  # the other size waits for its own turn
+        ("a", [0]),
     ],
 )
-def test_suffixes_are_prefilled_together_if_that_saves_time(lengths, expected):
-    scheduler = Scheduler(4, groups=1, block_size=8)
-    for number, length in enumerate(lengths):
-        scheduler.add(Waiting(number, number, length, prefix="a", can_batch=True))
-    assert list(start(scheduler).values()) == expected
+def test_prompts_of_one_size_are_one_batch(waiting, expected):
+    scheduler = Scheduler(8)
+    for number, batch in enumerate(waiting):
+        add(scheduler, number, batch=batch)
+    assert start(scheduler) == expected
 
 
-def test_equal_prompts_wait_for_the_first_one():
-    scheduler = Scheduler(4, groups=1, block_size=8)
-    for number, prompt in enumerate("xyx"):
-        scheduler.add(Waiting(number, prompt, 8, prefix="a", can_batch=True))
-    assert start(scheduler) == {0: 0, 1: 1}
-    scheduler.run()
-    assert start(scheduler, ready_prompt="x") == {2: 2}
+def test_batches_have_limits():
+    scheduler = Scheduler(3, max_batch_tokens=60)
+    add(scheduler, *range(8), batch="a", num_tokens=20, pads=True)
+    assert start(scheduler) == [0, 1, 2]  # 3 rows, 60 tokens
+    scheduler = Scheduler(8, max_bytes=25)
+    add(scheduler, *range(8), batch="a", pads=True)
+    assert start(scheduler) == [0, 1]
+
+
+def test_equal_prompts_start_with_the_first_one():
+    scheduler = Scheduler(8)
+    add(scheduler, 0, 2, prompt="x")
+    add(scheduler, 1, batch="a")
+    add(scheduler, 3, prompt="x", row_bytes=7)
+    assert start(scheduler) == [0, 2, 3] and scheduler.reserved_bytes == 27
 
 
 def test_a_failed_batch_is_prefilled_one_by_one():
-    scheduler = Scheduler(2, groups=1, block_size=8)
-    for number in range(2):
-        scheduler.add(Waiting(number, number, 8, prefix="a", can_batch=True))
-    assert start(scheduler) == {0: 0, 1: 1}
-    assert scheduler.retry() == [] and scheduler.num_free_rows == 2
-    assert start(scheduler) == {0: 0}
-    assert scheduler.retry() == [0]
-    assert start(scheduler) == {0: 1}
-
-
-def test_requests_can_be_cancelled_before_they_run():
-    scheduler = Scheduler(1)
-    add(scheduler, 0, 1)
-    start(scheduler)
-    assert scheduler.cancel(1) and scheduler.cancel(0) and not scheduler.cancel(2)
-    assert not scheduler.waiting and not scheduler.prefilling and scheduler.num_free_rows == 1
+    scheduler = Scheduler(2)
+    add(scheduler, 0, 1, batch="a")
+    scheduler.retry(scheduler.start())
+    assert scheduler.num_free_rows == 2 and start(scheduler) == [0] and start(scheduler) == [1]
 
 
 @hypothesis.given(
-    groups=st.integers(0, 3),
-    size=st.integers(1, 3),
-    requests=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 30), st.booleans()), max_size=20),
-    choices=st.lists(st.sampled_from(["run", "retry", "free", "cancel"]), max_size=40),
+    rows=st.integers(1, 4),
+    max_bytes=st.integers(10, 60),
+    requests=st.lists(st.tuples(st.integers(1, 10), st.integers(0, 3), st.integers(0, 2), st.booleans()), max_size=20),
+    choices=st.lists(st.sampled_from(["start", "retry", "finish", "cancel"]), max_size=40),
 )
-def test_every_request_runs_once_in_a_row_with_its_prefix(groups, size, requests, choices):
-    scheduler = Scheduler(max(groups, 1) * size, groups, block_size=8)
-    prefixes, ended = {}, []
-    for number, (prefix, length, can_batch) in enumerate(requests):
-        prefixes[number] = f"prefix {prefix}" if groups else None
-        scheduler.add(Waiting(number, number, length, prefixes[number], can_batch and groups > 0))
-    for choice in [*choices, *["run", "free"] * (2 * len(requests) + 2)]:
-        if not scheduler.prefilling:
-            scheduler.start()
-        for row, request in scheduler.prefilling.items():
-            assert row not in scheduler.running
-            if groups:
-                assert scheduler.prefixes[row // size] == request.prefix
-        if choice == "run":
-            scheduler.run()
-        elif choice == "retry" and scheduler.prefilling:
-            ended += scheduler.retry()
-        elif choice == "free" and scheduler.running:
-            row = min(scheduler.running)
-            ended.append(scheduler.running[row])
-            scheduler.free([row])
-        elif choice == "cancel" and scheduler.waiting:
+def test_every_request_starts_once_within_the_limits(rows, max_bytes, requests, choices):
+    scheduler = Scheduler(rows, max_bytes)
+    for number, (size, prompt, batch, pads) in enumerate(requests):
+        scheduler.add(Waiting(number, size, prompt, 8, batch or None, pads))
+    ended = []
+    for choice in [*choices, *["start", "finish"] * (len(requests) + 1)]:
+        if choice in ("start", "retry"):
+            started = scheduler.start()
+            if choice == "retry" and len(started) > 1:
+                scheduler.retry(started)
+        elif choice == "finish":
+            for number in [*scheduler.started]:
+                scheduler.finish(number)
+                ended.append(number)
+        elif scheduler.waiting:
             number = scheduler.waiting[-1].number
-            assert scheduler.cancel(number)
+            scheduler.finish(number)
             ended.append(number)
-        occupied = len(scheduler.running) + len(scheduler.prefilling)
-        assert scheduler.num_free_rows == scheduler.rows - occupied >= 0
-    assert sorted(ended) == sorted(prefixes) and not scheduler.running
+        assert len(scheduler.started) <= rows and scheduler.reserved_bytes <= max_bytes
+        assert not {request.number for request in scheduler.waiting} & {*scheduler.started, *ended}
+    assert sorted(ended) == [*range(len(requests))]
+
+
+@hypothesis.given(st.integers(1, 100), st.integers(0, 100))
+def test_widths_follow_the_rows(rows, width):
+    chosen = width_for(rows, width)
+    assert rows <= chosen and width_for(rows, chosen) == chosen
+    assert chosen == width or chosen < rows + 4
+    assert len({width_for(count) for count in range(1, rows + 1)}) <= rows // 4 + 3
+
+
+def test_groups_run_by_one_program_after_they_ran_apart():
+    mixes = Mixes(max_groups=2)
+    assert mixes.split(["a"]) == [[0]] and mixes.split("abc") == [[0], [1], [2]]
+    for _ in range(4):
+        assert mixes.split("ab") == [[0], [1]]
+        mixes.count("ab", 8)
+    assert mixes.split("ab") == [[0, 1]] and mixes.split("ac") == [[0], [1]]
+    assert mixes.split("abab") == [[0, 1], [2, 3]]  # programs of two groups at most
+    for first in range(100):  # further mixes stay apart
+        mixes.count([first, first + 1], 100)
+    programs = sum(len(mixes.split([first, first + 1])) == 1 for first in range(100))
+    assert programs + 1 == 16

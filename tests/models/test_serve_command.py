@@ -26,7 +26,7 @@ SIZES = ("--max_prompt_tokens=256", "--max_new_tokens=64")
         (["--policy=snapvk"], "policy 'snapvk' is unknown"),
         (["--kv_dtype=int9"], "kv_dtype='int9' is not a quantization format"),
         (["--max_queue=0"], "--max_queue=0 must be at least 1"),
-        (["--document_rows=0"], "--document_rows=0 must be at least 1"),
+        (["--rows=0"], "--rows=0 must be at least 1"),
         (["--conversations=-1"], "--conversations=-1 must be at least 0"),
         (["--cache_bytes=7"], "--cache_bytes=7 must be a number of bytes"),
         (["--max_body_bytes=0B"], "--max_body_bytes=0B must be a number of bytes"),
@@ -64,7 +64,6 @@ def test_a_server_that_cannot_start_ends_with_a_message(tmp_path):
     (tmp_path / "file").write_text("x")
     cases = {
         "budget=1%": ["--policy=snapkv", "--budget=1%"],
-        "less than the": ["--policy=exact", "--rows=1KiB"],
         "cannot be written to": ["--policy=exact", f"--documents_dir={tmp_path / 'file'}"],
         "exceeds the model's context length": ["--policy=exact", "--max_prompt_tokens=100000"],
         "nor a known model": ["--model=absent"],
@@ -91,7 +90,7 @@ def test_the_log_of_the_command(tmp_path):
         "from kvjax_models.engine import Engine\n"
         "step = Engine.step\n"
         "def broken(engine):\n"
-        "    if any(len(request.prompt) == 7 for request in engine._requests.values()):\n"
+        "    if any(len(one.request.prompt) == 7 for one in engine._sequences.values()):\n"
         "        raise RuntimeError('out of memory')\n"
         "    return step(engine)\n"
         "Engine.step = broken\n"
@@ -117,12 +116,12 @@ def test_the_log_of_the_command(tmp_path):
     assert "secretword" not in log
     lines = [line.partition("] ")[2] for line in log.splitlines() if re.match(r"[IWE]\d{4} ", line)]
     assert re.fullmatch(rf"listening on http://127\.0\.0\.1:{client.port}; the model is loading", lines[0])
-    pattern = r"tiny is loaded: policy streaming_llm, budget 50%, 2 rows of 256 \+ 64 tokens, [\d.]+ KiB of caches"
-    assert re.fullmatch(pattern, lines[1])
+    pattern = r"tiny is loaded: policy streaming_llm, budget 50%, up to 2 rows, each with [\d.]+ KiB for 256 \+ 64"
+    assert re.match(pattern, lines[1])
     requests = [line for line in lines if line.startswith("POST ")]
     assert [line.split()[2] for line in requests] == ["200", "500", "200", "200"]
     assert re.search("(cancelled|length|stop); 2 prompt tokens", requests[2])  # a short answer may have ended before
-    assert lines[2:].count("an engine has failed") == 1 and len(lines) == 3 + len(requests)
+    assert lines[2:].count("the engine has failed") == 1 and len(lines) == 3 + len(requests)
 
 
 def test_errors_of_threads_are_printed_except_those_of_saves(capsys):

@@ -24,7 +24,7 @@ from kvjax_models.server.answers import Format
 from kvjax_models.server.app import _PAGE
 from kvjax_models.server.documents import Documents
 from kvjax_models.server.settings import Settings
-from kvjax_models.server.worker import Worker, _Lane
+from kvjax_models.server.worker import Worker, _Jobs
 from tests.models import chain, tiny
 from tests.models.serving import MODEL, Server, answers, run_command, wait_until
 from tests.models.support import damage_bytes
@@ -352,17 +352,17 @@ def test_k9_faults_end_one_request(server, stream):
 @pytest.mark.parametrize("end", ["fault", "engine", "worker"])
 def test_text_that_was_held_back_precedes_an_error(cache, monkeypatch, path, end):
     """All text may be the start of the stop string, until the answer ends with an error."""
-    steps, step = iter(range(1, 100)), _Lane.step
+    steps, step = iter(range(1, 100)), _Jobs.step
 
     def fail_second(lane):
         if next(steps) > 2:  # one for the prefill, or a second one for tokens
             raise RuntimeError("out of memory") if end == "engine" else SystemExit
         step(lane)
 
-    with Server(cache, {"max_prefill_steps": 1}) as server:
+    with Server(cache, {"max_prefill_tokens": 1}) as server:
         wait_until(lambda: server.worker.is_ready)
         if end != "fault":
-            monkeypatch.setattr(_Lane, "step", fail_second)
+            monkeypatch.setattr(_Jobs, "step", fail_second)
         options = {"stop": [" n1" + "x" * 60], "max_tokens": 60}
         status, events = server.stream(path, **body(path, "%", **options))
         assert status == 200 and "error" in events[-1], events
@@ -421,13 +421,13 @@ def test_prompts_beyond_the_context_are_refused_at_the_start():
 
 def test_k9_a_failed_engine_is_replaced(cache, monkeypatch):
     with Server(cache) as server:
-        step = _Lane.step
+        step = _Jobs.step
 
         def fail(lane):
-            monkeypatch.setattr(_Lane, "step", step)
+            monkeypatch.setattr(_Jobs, "step", step)
             raise RuntimeError("out of memory")
 
-        monkeypatch.setattr(_Lane, "step", fail)
+        monkeypatch.setattr(_Jobs, "step", fail)
         assert refuse(server, status=500)["type"] == "server_error"
         assert ask(server, CHAT, True, "?")[0][0][0] == FOX
 
@@ -437,10 +437,9 @@ def test_k10_answers_equal_those_of_the_library(random_llm):
     prompts = [f"marker{number} " * (1 + number % 7) for number in range(40)]
     options = [{"temperature": number % 3 / 2, "top_k": 1 + number % 9, "seed": number} for number in range(40)]
     with Server(cache) as server:
-        sizes = {"max_prompt_tokens": 256, "max_new_tokens": 64, "rows": 1}
 
         def expected(number):
-            engine = cache.engine(**sizes)
+            engine = cache.engine(rows=1)
             tokens = random_llm.encode([{"role": "user", "content": prompts[number]}])
             sampling = Sampling(temperature=options[number]["temperature"], top_k=options[number]["top_k"])
             engine.add(tokens, sampling=sampling, max_new_tokens=20, seed=number)
@@ -642,7 +641,7 @@ def test_documents_are_read_once(random_llm, tmp_path):
 def test_documents_of_many_clients_and_prompts_run_together(random_llm):
     cache = random_llm.cache("streaming_llm", "50%")
     texts = {f"d{number}": f"Text {number}. " * (5 + number) for number in range(4)}
-    with Server(cache, {"documents": 2}) as server:
+    with Server(cache) as server:
         for name, text in texts.items():
             assert server.post("/v1/documents", id=name, text=text)[0] == 200
         jobs = [(name, f"Question {number}?") for number in range(3) for name in (*texts, None)]
@@ -658,19 +657,20 @@ def test_documents_of_many_clients_and_prompts_run_together(random_llm):
 
 
 def test_documents_beyond_the_limit_are_on_disk(random_llm, tmp_path):
+    """Rows have a quarter of the memory."""
     cache = random_llm.cache("exact")
     size = cache.read(TEXT_OF_DOCUMENT).cache_bytes
     for directory in (str(tmp_path), None):
-        with Server(cache, {"documents_dir": directory, "cache_bytes": int(2.5 * size)}) as server:
-            names = ["a", "b", "c", "d"]
+        with Server(cache, {"documents_dir": directory, "cache_bytes": 4 * size}) as server:
+            names = ["a", "b", "c", "d", "e"]
             statuses = [server.post("/v1/documents", id=name, text=TEXT_OF_DOCUMENT)[0] for name in names]
-            assert statuses == ([200] * 4 if directory else [200, 200, 507, 507])
-            assert server.metric("kvjax_documents_bytes") <= 2.5 * size and server.metric("kvjax_documents ") == 2
+            assert statuses == ([200] * 5 if directory else [200, 200, 200, 507, 507])
+            assert server.metric("kvjax_documents_bytes") <= 4 * size
             answers = {
                 ask(server, CHAT, False, "x", document=name, max_tokens=9)[0][0][0]
                 for name in names[: statuses.count(200)]
             }
-            assert len(answers) == 1 and server.metric("kvjax_documents ") == 2
+            assert len(answers) == 1 and server.metric("kvjax_documents ") == 3
 
 
 def test_short_documents_hold_what_the_smallest_cache_holds(random_llm):
@@ -697,7 +697,7 @@ def test_documents_are_refused(server):
     status, answer = server.post("/v1/documents", text="x" * 300)
     assert status == 400 and "tokens exceed max_prompt_tokens=256" in answer["error"]["message"]
     assert server.post("/v1/documents", id="short", text="x")[0] == 200
-    assert "exceed the 64 tokens" in refuse(server, prompt="x" * 100, document="short")["message"]
+    assert "exceed the capacity max_tokens=64" in refuse(server, prompt="x" * 100, document="short")["message"]
     refuse(server, prompt="?", document="short", chat_template_kwargs={"x": 1})
     assert server.request("GET", "/v1/documents")[0] == 405  # ids are secrets
 
@@ -894,8 +894,8 @@ def test_what_fails_inside_is_logged_with_its_traceback(cache, monkeypatch, capl
         raise RuntimeError("out of memory")
 
     owner, name = {
-        "engine": (_Lane, "step"),
-        "start": (_Lane, "add"),
+        "engine": (_Jobs, "step"),
+        "start": (_Jobs, "add"),
         "document": (documents, "read_steps"),
         "call": (Documents, "describe"),
         "handler": (Format, "answer"),

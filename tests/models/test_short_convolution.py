@@ -85,6 +85,6 @@ def test_document_answers_as_runs_from_the_start(llm, policy, budget, tmp_path):
         assert cache.generate([text + one for one in QUESTIONS[:4]], **options) == answers
     document.save(tmp_path)
     opened = llm.open(tmp_path)
-    assert_close(opened.prefix.state.recurrent, document.prefix.state.recurrent, atol=0)
+    assert_close(opened.prefix.recurrent, document.prefix.recurrent, atol=0)
     assert opened.generate(QUESTIONS[:4], **options) == answers
-    assert document.cache_bytes == kvjax.cache_bytes((document.prefix.entries, document.prefix.state.recurrent)).device
+    assert document.cache_bytes == kvjax.cache_bytes((document.prefix.entries, document.prefix.recurrent)).device

@@ -12,7 +12,7 @@ from kvjax.quantization import QuantizedArray, empty_quantized, write_entries
 from kvjax.segment import Segment
 from kvjax.spec import TILE, CacheSpec
 from kvjax.staging import Tokens
-from kvjax.state import fault, state
+from kvjax.state import ArrayField, fault, map_fields, state
 from pallas_kernels.weighted_decode import SLOT_BLOCK
 
 
@@ -40,9 +40,7 @@ def init_append_only_store(spec: CacheSpec, max_prompt_tokens: int) -> AppendOnl
         A store for such a prompt and `spec.max_new_tokens`, rounded up to blocks of attention on every device, or to
         tiles if a tile is less than a block.
     """
-    tokens = max_prompt_tokens + spec.max_new_tokens
-    block = (SLOT_BLOCK if tokens > SLOT_BLOCK else TILE) * spec.sequence_shards
-    slots = -(-tokens // block) * block
+    slots = num_slots(spec, max_prompt_tokens + spec.max_new_tokens)
     shape, formats = (spec.batch, spec.kv_heads, slots), spec.kv_formats
     count, overflow = jnp.zeros(spec.batch, jnp.int32), jnp.zeros(spec.batch, jnp.int32)
     if formats is None:
@@ -54,6 +52,37 @@ def init_append_only_store(spec: CacheSpec, max_prompt_tokens: int) -> AppendOnl
         count,
         overflow,
     )
+
+
+def num_slots(spec: CacheSpec, tokens: int) -> int:
+    """Returns the slots of a store for a number of tokens."""
+    block = (SLOT_BLOCK if tokens > SLOT_BLOCK else TILE) * spec.sequence_shards
+    return -(-tokens // block) * block
+
+
+def resize(store: AppendOnlyStore, slots: int) -> AppendOnlyStore:
+    """Returns a store with another number of slots, which devices must not share.
+
+    Args:
+        store: the store.
+        slots: the new number of slots.
+
+    Returns:
+        The store. Tokens beyond the last slot are dropped and counted in `overflow`.
+    """
+
+    def fit(field: ArrayField, buffer: Array) -> Array:
+        """Returns a `buffer` with further empty slots, or without the last ones."""
+        if "N" not in field.axes:
+            return buffer
+        axis = field.axes.index("N")
+        kept = jax.lax.slice_in_dim(buffer, 0, min(slots, buffer.shape[axis]), axis=axis)
+        widths = [(0, slots - kept.shape[axis] if number == axis else 0) for number in range(buffer.ndim)]
+        return jnp.pad(kept, widths)
+
+    lost = jnp.maximum(store.count - slots, 0)
+    resized = map_fields(fit, store)
+    return dataclasses.replace(resized, count=store.count - lost, overflow=store.overflow + lost)
 
 
 def fill(store: AppendOnlyStore, prompt: Any) -> AppendOnlyStore:

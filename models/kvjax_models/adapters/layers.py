@@ -19,7 +19,7 @@ from kvjax.registry import AnyPolicy, PolicyChoice, resolve_policy
 from kvjax.spec import MAX_TOKENS
 from kvjax_models.model.exact_attention import PromptAndTexts, attend_repetitions, chunk_attention
 from kvjax_models.runner.repetition import BLOCK
-from kvjax_models.runner.state import check_seed, row_keys
+from kvjax_models.runner.state import check_seed, row_keys, row_seeds
 
 
 @functools.lru_cache(maxsize=64)
@@ -65,7 +65,7 @@ def init_caches(
     """
     policies = [layer_policy(policy, spec) for spec in specs]
     slots = min(specs[0].max_new_tokens, *(one.compact_every for one in policies))
-    keys = row_keys(specs[0].batch, check_seed(seed))[0]
+    keys = row_keys(row_seeds(specs[0].batch, seed))[0]
     return tuple(
         kvjax.init(policy, dataclasses.replace(spec, staging_slots=slots), _fold_in(keys, number))
         for number, (policy, spec) in enumerate(zip(policies, specs, strict=True))

@@ -86,9 +86,11 @@ def measure(options: Bench, llm: LanguageModel, choices: list[NamedPolicy]) -> l
     measurements = []
     for choice in choices:
         cache = llm.cache(choice, kv_dtype=options.kv_formats, allow_beyond_context=True)
-        generator = cache.generator(batch=options.batch, max_prompt_tokens=len(prompt), max_new_tokens=max_new_tokens)
-        generator = dataclasses.replace(generator, eos=())  # finished sequences would take no time
-        engine = Engine(llm.tokenizer, generator, stream_interval=options.tokens)
+        generator = cache.generator(max_prompt_tokens=len(prompt), max_new_tokens=max_new_tokens)
+        sizes = (dataclasses.replace(generator, eos=()),)  # finished sequences would take no time
+        engine = Engine(
+            llm.model, llm.tokenizer, lambda *_, sizes=sizes: sizes, rows=options.batch, stream_interval=options.tokens
+        )
         for _ in range(options.batch):  # the rows share one prefill
             engine.add(prompt, max_new_tokens=max_new_tokens, seed=options.seed)
         _decode(engine, options.tokens)
@@ -129,14 +131,14 @@ def _table(options: Bench, measurements: list[Measurement]) -> str:
     full = measurements[0]
     lines = [("policy", "cache", "of full bfloat16", "first token", "per token", "speedup", "tokens/s")]
     for one in measurements:
-        sizes = one.engine.cache_sizes
+        usage = one.engine.usage
         # The median of ratios of simultaneous turns is insensitive to other load on the machine.
         speedup = statistics.median(theirs / ours for theirs, ours in zip(full.turns, one.turns, strict=True))
         lines.append(
             (
                 str(one.choice),
-                format_bytes(sizes["cache_bytes"]),
-                f"{sizes['cache_bytes'] / sizes['full_cache_bytes']:.1%}",
+                format_bytes(usage.cache_bytes),
+                f"{usage.cache_bytes / usage.full_cache_bytes:.1%}",
                 f"{one.prefill:.2f} s",
                 f"{1000 * one.per_token:.2f} ms",
                 f"{speedup:.2f}",

@@ -4,11 +4,12 @@ import dataclasses
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 from kvjax_models.cli import interrupts, progress
-from kvjax_models.cli.options import GenerationOptions, describe_sizes, read_text
+from kvjax_models.cli.options import GenerationOptions, describe_prefix, read_text
 from kvjax_models.cli.output import write_output
-from kvjax_models.engine import Engine, seed_of_prompt
+from kvjax_models.engine import seed_of_prompt
 from kvjax_models.language_model import LanguageModel
 from kvjax_models.prefix import Prefix
 
@@ -35,8 +36,8 @@ class Chat(GenerationOptions):
             if conversation.messages:
                 document = ""
             write_output("\n")
-        if (engine := conversation.engine) is not None:
-            self.write_summary(describe_sizes(engine.cache_sizes, engine.generator.describe_share(engine.cache_sizes)))
+        if (prefix := conversation.prefix) is not None:
+            self.write_summary(describe_prefix(prefix))
 
 
 class Conversation:
@@ -44,7 +45,7 @@ class Conversation:
 
     Attributes:
         messages: the messages, of which the last one is an answer.
-        engine: an engine with one row, of the size of the conversation; None before the first turn.
+        engine: an engine with one row.
         prefix: the conversation with its cache; None before the first answer and after one that ended at a stop string.
     """
 
@@ -62,7 +63,7 @@ class Conversation:
         self.llm, self.options = llm, options
         self.messages = [] if system is None else [{"role": "system", "content": system}]
         self.context_tokens = _context_tokens(options, llm.model.config.max_length)
-        self.engine: Engine | None = None
+        self.engine = options.cache(llm).engine(rows=1, max_prefill_tokens=1, stream_interval=1)
         self.prefix: Prefix | None = None
         self._text = ""  # the rendered conversation in the prefix
 
@@ -91,22 +92,14 @@ class Conversation:
                 f"a conversation of {len(before)} tokens and a turn of {len(tokens)} leave no tokens for an answer "
                 f"within --context_tokens={self.context_tokens}"
             )
-        if self.engine is None or self.prefix is None:
-            self.engine = self.options.cache(self.llm).engine(
-                rows=1,
-                max_prompt_tokens=len(tokens),
-                max_new_tokens=self.context_tokens - len(tokens),
-                max_prefill_steps=1,
-                stream_interval=1,
-            )
-        self.engine.add(
-            tokens,
-            self.prefix,
-            sampling=self.options.sampling,
-            max_new_tokens=max_new_tokens,
-            seed=seed_of_prompt(self.options.seed, len(self.messages)),
-            keep=True,
-        )
+        options: dict[str, Any] = {
+            "sampling": self.options.sampling,
+            "max_new_tokens": max_new_tokens,
+            "seed": seed_of_prompt(self.options.seed, len(self.messages)),
+            "keep": True,
+            "room": self.context_tokens - len(tokens),  # for all turns
+        }
+        self.engine.add(tokens, self.prefix, **options)
         parts: list[str] = []
         for output in progress.outputs(self.engine, progress.ProgressLine(self.options.quiet), stop):
             if output.text:

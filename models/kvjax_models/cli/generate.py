@@ -153,14 +153,8 @@ def _continue_text(options: Generate, llm: LanguageModel, text: str) -> None:
     """Continues a text."""
     message = {"role": "user", "content": text}
     prompt = llm.encode([message] if options.chat else text, options.chat_options if options.chat else None)
-    engine = options.cache(llm).engine(
-        rows=1,
-        max_prompt_tokens=len(prompt),
-        max_new_tokens=options.max_new_tokens,
-        streaming=options.streaming,
-        max_prefill_steps=1,
-        stream_interval=1,
-    )
+    cache = options.cache(llm)
+    engine = cache.engine(rows=1, streaming=options.streaming, max_prefill_tokens=1, stream_interval=1)
     engine.add(
         prompt,
         sampling=options.sampling,
@@ -171,8 +165,10 @@ def _continue_text(options: Generate, llm: LanguageModel, text: str) -> None:
     for output in progress.outputs(engine, progress.ProgressLine(options.quiet)):
         write_output(output.text)
     write_output("\n")
-    usage, sizes = engine.usage, engine.cache_sizes
-    share = engine.generator.describe_share(sizes, len(prompt) + options.max_new_tokens)
+    usage = engine.usage
+    sizes = {name: getattr(usage, name) for name in ("cache_bytes", "host_bytes", "read_bytes", "full_cache_bytes")}
+    row = cache.rows(len(prompt), options.max_new_tokens, streaming=options.streaming)[-1]
+    share = row.describe_share(sizes, len(prompt) + options.max_new_tokens)
     options.write_summary(
         f"{len(prompt)} tokens read in {usage.prefill_seconds:.2f} s, {usage.new_tokens} generated at "
         f"{usage.tokens_per_second:.1f} tokens/s, {usage.compile_seconds:.1f} s of compilation",

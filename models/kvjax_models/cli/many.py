@@ -21,6 +21,7 @@ from tqdm import tqdm
 import kvjax
 from kvjax.budget import format_bytes
 from kvjax_models import atomic_io, devices
+from kvjax_models.cache import CachedModel, parse_rows
 from kvjax_models.cli.options import GenerationOptions, read_text
 from kvjax_models.cli.progress import is_terminal
 from kvjax_models.engine import seed_of_prompt
@@ -31,7 +32,7 @@ from kvjax_models.runner.sampling import Sampling
 from kvjax_models.runner.state import check_seed
 from kvjax_models.saves import describe_difference
 
-FORMAT = 4  # of OUT.jsonl.run.json
+FORMAT = 5  # of OUT.jsonl.run.json
 _KEYS = {"prompt", "messages", "max_new_tokens", "seed", "id"}
 
 
@@ -68,13 +69,9 @@ def complete_file(
         resume: whether to continue an interrupted run.
     """
     lines = _read_lines(options, llm, prompts_file)
-    engine = options.cache(llm).engine(
-        rows=batch_size,
-        max_prompt_tokens=max(len(line.tokens) for line in lines),
-        max_new_tokens=max(line.max_new_tokens for line in lines),
-    )
-    generator = engine.generator
-    manifest = _manifest(llm, generator, options.sampling, lines, stop)
+    cache, (rows, max_bytes) = options.cache(llm), parse_rows(batch_size)
+    engine = cache.engine(rows=rows, max_bytes=max_bytes)
+    manifest = _manifest(llm, cache, options.sampling, lines, stop)
     output = Output(pathlib.Path(output_file), manifest, len(lines), resume=resume)
     numbers: dict[int, int] = {}  # of the lines, by request
     for number, line in enumerate(lines):
@@ -97,8 +94,8 @@ def complete_file(
             output.add(row)
             progress.update()
     output.finish()
-    cache_bytes = format_bytes(generator.batch * generator.row_bytes)
-    options.write_summary(f"{len(numbers)} prompts in {generator.batch} batch rows, whose caches take {cache_bytes}")
+    cache_bytes = format_bytes(engine.usage.cache_bytes)
+    options.write_summary(f"{len(numbers)} prompts, whose caches took up to {cache_bytes} at a time")
 
 
 class Output:
@@ -239,12 +236,13 @@ def _describe_generator(generator: Generator) -> dict[str, Any]:
 
 
 def _manifest(
-    llm: LanguageModel, generator: Generator, sampling: Sampling, lines: Sequence[PromptLine], stop: Sequence[str]
+    llm: LanguageModel, cache: CachedModel, sampling: Sampling, lines: Sequence[PromptLine], stop: Sequence[str]
 ) -> dict[str, Any]:
     """Returns all values that determine the completions; the number of batch rows does not."""
+    lengths = max(len(line.tokens) for line in lines), max(line.max_new_tokens for line in lines)
     return {
         "format": FORMAT,
-        **_describe_generator(generator.with_batch(1)),
+        **_describe_generator(cache.rows(*lengths)[-1]),  # of the longest line
         "tokenizer": tokenizer_fingerprint(llm.tokenizer),
         "sampling": dataclasses.asdict(sampling),
         "stop": list(stop),

@@ -27,15 +27,14 @@ class Serve(ModelOptions):
 
     policy: str = "auto"  # As for `generate`, of all prompts and documents.
     budget: str | None = None  # As for `generate`.
-    rows: str = "4"  # Batch rows of prompts (4), or bytes for their caches (2GiB).
-    documents: int = 4  # Documents that are asked at a time.
-    document_rows: int = 4  # Questions to one document that run at a time.
+    rows: int = 16  # Maximum number of sequences that run at a time.
     max_prompt_tokens: int | None = None  # Maximum length of a prompt or document; 8192 or the model's limit.
     max_new_tokens: int = 1024  # Maximum length of an answer; for documents of a question and its answer.
     max_queue: int = 64  # Maximum number of sequences that wait for a row, and of texts that wait to be read.
     max_body_bytes: str = "4MiB"  # Maximum size of a request.
-    cache_bytes: str = "4GiB"  # Maximum bytes of the documents in memory; further ones are on disk, or refused.
-    conversations: int = 16  # Answers whose caches are kept for the next turn, in the memory that documents leave.
+    # Maximum bytes of all caches. Requests wait for memory; further documents are on disk, or refused.
+    cache_bytes: str = "4GiB"
+    conversations: int = 16  # Answers whose caches are kept for the next turn, in the memory that others leave.
     documents_dir: str | None = None  # Directory in which documents are saved; they survive a restart.
     name: str | None = None  # Name of the model in requests; by default the last part of --model.
     host: str = "127.0.0.1"  # Address to listen on.
@@ -66,8 +65,6 @@ class Serve(ModelOptions):
 
         settings = Settings(
             rows=self.rows,
-            document_rows=self.document_rows,
-            documents=self.documents,
             max_prompt_tokens=self.max_prompt_tokens,
             max_new_tokens=self.max_new_tokens,
             max_queue=self.max_queue,
@@ -128,9 +125,7 @@ class Serve(ModelOptions):
         Raises:
             ValueError: if one is invalid.
         """
-        positive = (
-            "documents", "document_rows", "max_prompt_tokens", "max_new_tokens", "max_queue", "shutdown_seconds",
-        )  # fmt: skip
+        positive = ("rows", "max_prompt_tokens", "max_new_tokens", "max_queue", "shutdown_seconds")
         for name, minimum in (*((name, 1) for name in positive), ("conversations", 0)):
             value = getattr(self, name)
             if value is not None and value < minimum:

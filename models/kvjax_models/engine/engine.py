@@ -1,43 +1,48 @@
-r"""Continuous batching: answers any number of requests with a fixed number of batch rows.
+r"""Continuous batching: answers any number of requests, each in a row of the size that it needs.
 
-    engine = llm.cache("snapkv", "25%").engine(rows=8, max_prompt_tokens=8192, max_new_tokens=256)
+    engine = llm.cache("snapkv", "25%").engine(rows=8)
     number = engine.add("Once upon a time", sampling=Sampling(temperature=0.7), stop="\n")
     while engine.has_unfinished:
         for output in engine.step():
             print(output.number, output.text, output.finish_reason)
 
-A request waits until a row is free (`scheduler`). Its prompt is prefilled in steps between blocks of decoding and then
-inserted between two blocks (`rows`). Every sequence therefore sees the same blocks as it would alone: its tokens depend
-on its own prompt, parameters and seed only. A sequence that finishes within a block keeps its row until the end of the
-block; policies with a smaller `compact_every` have shorter blocks.
+A request waits until its row fits (`scheduler`). Prompts are prefilled in steps between blocks of decoding, and their
+rows join the group of their size (`groups`). A step computes the rows of all groups: it reads the weights once, and
+the entries of a prefix, such as a document, once for all rows that continue it. A row of a full cache moves to a larger
+size before its slots are used up.
 
-A request can continue a `Prefix`. The rows of an engine for documents share frozen prefixes: the entries of a text are
-held once, and a step reads them once for all rows that ask about it. Any other prefix, such as the one of an output of
-`add(keep=True)`, is copied into the row.
+Every sequence sees the same blocks as it would alone: its tokens depend on its own prompt, parameters and seed only,
+but for the rounding of products whose shapes depend on the rows in use.
 """
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
+from kvjax.budget import format_bytes
 from kvjax.distributed.sharding import DATA
-from kvjax.spec import check_integer
+from kvjax.spec import MAX_TOKENS, check_integer
+from kvjax_models import compile_cache
+from kvjax_models.engine.groups import Group, decode_together, resize_rows, take_rows
 from kvjax_models.engine.outputs import Collector, Completion, FinishReason, Output, TokenLogprobs, Usage
-from kvjax_models.engine.rows import Rows
-from kvjax_models.engine.scheduler import Scheduler, Waiting
+from kvjax_models.engine.scheduler import MAX_WAIT, Mixes, Scheduler, Waiting, width_for
 from kvjax_models.formats.tokenizer import CONTEXT_TOKENS, Tokenizer
 from kvjax_models.keywords import suggest_keywords
-from kvjax_models.prefix import Prefix, check_frozen
+from kvjax_models.model.llama import Llama
+from kvjax_models.prefix import Prefix, RowSizes
 from kvjax_models.prompts import Prompt, TemplateOptions, encode_prompt, is_tokens
 from kvjax_models.runner.answer_text import AnswerText, check_stop
-from kvjax_models.runner.decode import NO_TOKEN
+from kvjax_models.runner.decode import NO_TOKEN, calls_layers
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.sampling import GREEDY, SampledTokens, Sampling
 from kvjax_models.runner.state import GenerationState, check_seed
-from kvjax_models.sharding import replicate
+from kvjax_models.sharding import mesh_of, replicate
 from kvjax_models.stopwatch import Stopwatch
+
+_DEFAULT_NEW_TOKENS = 256
+_BLOCK = 2**20  # decode steps of a call that ends with a block
 
 
 class HasPrefix(Protocol):
@@ -79,8 +84,8 @@ class Request:
 
     @property
     def shared(self) -> Prefix | None:
-        """The frozen prefix that the row shares with others."""
-        if self.prefix is None or self.prefix.is_frozen:
+        """The prefix that the row shares with others."""
+        if self.prefix is None or self.prefix.is_shared:
             return self.prefix
         return self.prefix.after
 
@@ -94,7 +99,7 @@ class Request:
         """`Prefix.num_first` of the sequence."""
         if self.prefix is None:
             return len(self.prompt)
-        return 0 if self.prefix.is_frozen else self.prefix.num_first
+        return 0 if self.prefix.is_shared else self.prefix.num_first
 
     @property
     def num_tokens(self) -> int:
@@ -108,76 +113,130 @@ class Request:
         return [*before[-CONTEXT_TOKENS:], *self.own_tokens[-CONTEXT_TOKENS:]][-CONTEXT_TOKENS:]
 
 
-class _Running(NamedTuple):
-    """A request that occupies a row."""
+@dataclasses.dataclass(eq=False)
+class _Sequence:
+    """A request with its row.
+
+    Attributes:
+        request: the request.
+        sizes: the sizes that its row has in turn.
+        level: which of them it has.
+        answer: the new text.
+    """
 
     request: Request
+    sizes: tuple[Generator, ...]
     answer: AnswerText
+    level: int = 0
+
+    @property
+    def size(self) -> Generator:
+        """Size of the row."""
+        return self.sizes[self.level]
+
+    @property
+    def num_own(self) -> int:
+        """Tokens that the row holds."""
+        return len(self.request.own_tokens) + len(self.answer.tokens)
+
+    @property
+    def must_grow(self) -> bool:
+        """Whether the row has no capacity for another block."""
+        is_last = self.level == len(self.sizes) - 1
+        return not is_last and self.num_own + self.size.block_size > self.size.plan.capacity
+
+
+class _Prefill(NamedTuple):
+    """A batch of prompts that is being prefilled.
+
+    Attributes:
+        items: the requests of every row, which have the same prompt.
+        steps: yields None after every step, and the state of the rows at its end.
+        step_tokens: tokens of a step, relative to all layers.
+    """
+
+    items: list[list[Waiting]]
+    steps: Iterator[GenerationState | None]
+    step_tokens: float
+
+
+@dataclasses.dataclass(eq=False)
+class _Ready:
+    """Rows that wait for a place in a group: their size, prefix and state, and the requests of the first ones."""
+
+    size: Generator
+    prefix: Prefix | None
+    state: GenerationState
+    numbers: list[int]
 
 
 class Engine:
-    """Batch rows, and the requests that occupy them or wait; `CachedModel.engine` makes one.
+    """Groups of batch rows, and the requests that occupy them or wait; `CachedModel.engine` makes one.
 
     Attributes:
-        generator: model, policy and sizes of the rows' caches.
-        num_documents: number of frozen prefixes that rows may continue at a time; 0 if requests are plain prompts.
         prefill_seconds: seconds of prefill so far, without compilation.
         decode_seconds: seconds of decoding so far, without compilation.
-        cache_sizes: bytes of the rows' caches (`Generator.cache_sizes`); zeros before the first row.
     """
 
     def __init__(
         self,
+        model: Llama,
         tokenizer: Tokenizer,
-        generator: Generator,
+        sizes: RowSizes | None,
         *,
-        documents: int = 0,
-        reader: Generator | None = None,
-        max_prefill_steps: int | None = None,
+        rows: int = 8,
+        max_bytes: int | None = None,
+        max_prefill_tokens: int | None = None,
         stream_interval: int | None = None,
     ):
         """Creates an engine without requests.
 
         Args:
-            tokenizer: tokenizer of the model.
-            generator: its batch size is the number of rows; with documents a multiple of their number.
-            documents: see `num_documents`.
-            reader: sizes and policies of the frozen prefixes; required for documents.
-            max_prefill_steps: maximum number of prefill steps (layers, or blocks of a suffix) between two blocks of
-                decoding. By default all free rows are filled first, which maximizes throughput.
+            model: the decoder.
+            tokenizer: its tokenizer.
+            sizes: sizes of the rows of plain prompts; None for an engine whose requests all continue shared prefixes.
+            rows: maximum number of rows in use.
+            max_bytes: maximum bytes of all rows' caches: a request waits until the bytes that its row may come to take
+                fit. None for no limit.
+            max_prefill_tokens: tokens that are prefilled between two calls of a decode program, at least one layer of a
+                batch. By default all rows that fit are filled first, which maximizes throughput.
             stream_interval: tokens after which a step returns within a block; by default a step is an entire block.
 
         Raises:
             ValueError: if batch rows are sharded or an argument is invalid.
         """
-        if generator.mesh is not None and generator.mesh.shape[DATA] > 1:
+        mesh = mesh_of(model)
+        if mesh is not None and mesh.shape[DATA] > 1:
             raise ValueError(
-                f"batch rows are sharded over {generator.mesh.shape[DATA]} groups of devices, but continuous batching "
+                f"batch rows are sharded over {mesh.shape[DATA]} groups of devices, but continuous batching "
                 "prefills single rows; use a mesh with data=1 (--mesh_data 1) and more devices per layer "
                 "(--mesh_tensor)"
             )
-        for name, value in (("max_prefill_steps", max_prefill_steps), ("stream_interval", stream_interval)):
+        options = {"max_bytes": max_bytes, "max_prefill_tokens": max_prefill_tokens, "stream_interval": stream_interval}
+        for name, value in {"rows": rows, **options}.items():
             if value is not None:
                 check_integer(name, value, minimum=1)
-        self.generator, self.num_documents, self._tokenizer = generator, documents, tokenizer
-        self._reader, self._row_generator = reader, generator.with_batch(1)
-        self._max_prefill_steps, self._stream_interval = max_prefill_steps, stream_interval
-        self._scheduler = Scheduler(generator.batch, documents, generator.block_size)
-        self._rows = Rows(generator, documents)
-        self._requests: dict[int, Request] = {}  # that wait or are being prefilled, by number
-        self._running: dict[int, _Running] = {}  # by row
-        self._steps: Iterator[GenerationState | None] | None = None  # that are left of the current prefill
-        self._prefilled: tuple[Waiting, Prefix] | None = None  # the last prompt, if other requests have it
+        self._model, self._mesh, self._tokenizer, self._sizes = model, mesh, tokenizer, sizes
+        self._max_prefill_tokens, self._stream_interval = max_prefill_tokens, stream_interval
+        self._scheduler = Scheduler(rows, max_bytes)
+        # A program of all layers is compiled for every mix of groups; the one of a layer is small.
+        self._mixes = Mixes(8 if calls_layers(model, mesh) else 2)
+        self._groups: list[Group] = []
+        self._sequences: dict[int, _Sequence] = {}  # that are not finished, by number
+        self._prefill: _Prefill | None = None
+        self._ready: list[_Ready] = []
         self._finished: list[Output] = []  # that the next step returns
         self._next_number = self._prompt_tokens = self._new_tokens = 0
         self._watch = Stopwatch()
         self.prefill_seconds = self.decode_seconds = 0.0
-        self.cache_sizes = dict.fromkeys(("cache_bytes", "host_bytes", "read_bytes", "full_cache_bytes"), 0)
+        self._peak: dict[str, int] = {}
+        self._is_short = False
+        self._shapes: dict[Any, int] = {}  # plans by the order of their first use
 
     @property
     def has_unfinished(self) -> bool:
         """Whether requests wait or run, or outputs were not returned yet."""
-        return bool(self._requests or self._running or self._finished)
+        return bool(self._sequences or self._finished)
 
     @property
     def num_free_rows(self) -> int:
@@ -188,6 +247,27 @@ class Engine:
     def num_waiting(self) -> int:
         """Requests that wait for a row."""
         return len(self._scheduler.waiting)
+
+    @property
+    def max_bytes(self) -> int | None:
+        """Maximum bytes of all rows' caches."""
+        return self._scheduler.max_bytes
+
+    @max_bytes.setter
+    def max_bytes(self, value: int | None) -> None:
+        self._scheduler.max_bytes = value
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that all rows in use may come to take, and the largest row of a request that waits."""
+        waiting = max((request.row_bytes for request in self._scheduler.waiting), default=0)
+        return self._scheduler.reserved_bytes + waiting
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the caches of all rows, on the device and in host memory."""
+        sizes = self._row_sizes()
+        return sizes["cache_bytes"] + sizes["host_bytes"]
 
     @suggest_keywords()
     def add(
@@ -202,50 +282,52 @@ class Engine:
         prompt_seed: int | None = None,
         template_options: TemplateOptions = None,
         keep: bool = False,
+        room: int | None = None,
+        fit_context: bool = False,
     ) -> int:
         """Adds a request.
 
         Args:
             prompt: a text, a conversation, or token ids. With a prefix, the token ids that follow it, which may be
                 none; with a document, also a question as for `Document.ask`.
-            prefix: a prefix that the request continues: a document or its prefix, in an engine for documents, or the
-                prefix of an output of an equal engine.
+            prefix: a prefix that the request continues: a document or its prefix, or the prefix of an output.
             sampling: parameters of sampling.
             stop: strings that finish the sequence and are not part of its text; they may contain special tokens.
-            max_new_tokens: maximum number of new tokens; by default the capacity of the caches.
+            max_new_tokens: maximum number of new tokens; by default what a document was read with, otherwise 256, or
+                what the model's context length leaves.
             seed: seed of sampling.
             prompt_seed: seed of the policy's random numbers, by default `seed`. Several answers to one prompt have the
                 same one: with equal `sampling` and different `seed`, waiting requests share the prefill of the prompt.
             template_options: variables of the chat template, for a conversation.
             keep: whether the last output has the sequence as a `Prefix`, with a copy of its cache.
+            room: tokens after the prompt that the row of a compressed cache has room for, if later turns continue
+                it; by default `max_new_tokens`.
+            fit_context: whether `max_new_tokens` is reduced to what the model's context length leaves.
 
         Returns:
             The number of the request.
 
         Raises:
-            ValueError: if an argument is invalid, the sequence is too long, or the prefix does not fit.
+            ValueError: if an argument is invalid, the sequence is too long, or its row can never fit.
             TypeError: if the prompt has another type.
         """
         tokens = self._encode(prompt, prefix, template_options)
         prefix = prefix if prefix is None or isinstance(prefix, Prefix) else prefix.prefix
         limit = self._limit(tokens, prefix, max_new_tokens)
+        if fit_context:
+            before = 0 if prefix is None else prefix.num_tokens
+            limit = max(min(limit, self._model.config.max_length - before - len(tokens)), 1)
         check_seed(seed)
         prompt_seed = seed if prompt_seed is None else int(check_seed(prompt_seed))
         number, stops = self._next_number, check_stop(stop)
         request = Request(number, tokens, prefix, sampling, stops, limit, seed, prompt_seed, keep)
-        self.generator.check_context(request.num_tokens + limit)
+        sizes = self._sizes_of(request, room)
+        sizes[-1].check_context(request.num_tokens + limit)
+        self._check_bytes(sizes)
         self._next_number += 1
         self._prompt_tokens += len(tokens)
-        self._requests[number] = request
-        self._scheduler.add(
-            Waiting(
-                number,
-                prompt=(prefix, prompt_seed, sampling, tokens),
-                num_tokens=len(tokens),
-                prefix=request.shared,
-                can_batch=prefix is not None and prefix.is_frozen and len(tokens) > 0,
-            )
-        )
+        self._sequences[number] = _Sequence(request, sizes, AnswerText(self._tokenizer, request.context, stops))
+        self._scheduler.add(self._waiting(request, sizes))
         return number
 
     def _encode(
@@ -263,63 +345,111 @@ class Engine:
         return tuple(prefix.encode(cast(Prompt, prompt)))
 
     def _limit(self, tokens: Sequence[int], prefix: Prefix | None, max_new_tokens: int | None) -> int:
-        """Returns the maximum number of new tokens; by default the capacity after the prompt."""
-        capacity = self._capacity(prefix) - len(tokens)
-        limit = max(capacity, 1) if max_new_tokens is None else check_integer("max_new_tokens", max_new_tokens, 1)
+        """Returns the maximum number of new tokens; by default what prefix or context leave."""
         if prefix is None and not tokens:
             raise ValueError("the prompt is empty; it must have at least one token")
-        if prefix is None and len(tokens) > self.generator.max_prompt_tokens:
+        if max_new_tokens is not None:
+            check_integer("max_new_tokens", max_new_tokens, minimum=1)
+            if max_new_tokens > MAX_TOKENS:
+                raise ValueError(f"max_new_tokens={max_new_tokens} must be at most {MAX_TOKENS}")
+        shared = prefix if prefix is None or prefix.is_shared else prefix.after
+        num_after = len(tokens) if prefix is None or prefix is shared else len(prefix.tokens) + len(tokens)
+        if shared is None:
+            left = self._model.config.max_length - num_after
+            return max(min(_DEFAULT_NEW_TOKENS, left), 1) if max_new_tokens is None else max_new_tokens
+        if shared.generator.model is not self._model:
+            raise ValueError("the document does not fit into the engine: it belongs to another model")
+        left = shared.max_suffix_tokens - num_after
+        limit = max(left, 1) if max_new_tokens is None else max_new_tokens
+        if limit > left:
             raise ValueError(
-                f"{len(tokens)} tokens exceed max_prompt_tokens={self.generator.max_prompt_tokens}; shorten the "
-                "prompt or pass a larger number"
-            )
-        if capacity < limit:
-            raise ValueError(
-                f"{len(tokens)} tokens of the prompt and max_new_tokens={limit} exceed the "
-                f"{capacity + len(tokens)} tokens that the caches have capacity for"
+                f"{num_after} tokens of the prompt and max_new_tokens={limit} exceed the capacity "
+                f"max_new_tokens={shared.max_suffix_tokens} that the document was read with"
             )
         return limit
 
-    def _capacity(self, prefix: Prefix | None) -> int:
-        """Returns how many tokens after a prefix a row holds."""
-        shared = prefix if prefix is None or prefix.is_frozen else prefix.after
-        if shared is None and self.num_documents:
+    def _sizes_of(self, request: Request, room: int | None) -> tuple[Generator, ...]:
+        """Returns the sizes that the row of a request has in turn."""
+        prefix, shared = request.prefix, request.shared
+        if prefix is not None and prefix is not shared and not prefix.generator.plan.is_resizable:
+            # The row of a compressed prefix keeps its size.
+            capacity = prefix.num_first + prefix.generator.max_new_tokens - len(prefix.tokens)
+            if len(request.prompt) + request.max_new_tokens > capacity:
+                raise ValueError(
+                    f"{len(request.prompt)} tokens of the prompt and max_new_tokens={request.max_new_tokens} exceed "
+                    f"the {capacity} tokens that the row of the prefix has capacity for"
+                )
+            return (prefix.generator,)
+        sizes = self._sizes if shared is None else shared.rows
+        if sizes is None:
             raise ValueError("the rows of this engine continue documents; pass the document of the request")
-        if shared is not None:
-            if self._reader is None:
-                raise ValueError("this engine takes plain prompts; pass documents= to CachedModel.engine for documents")
-            check_frozen(shared, self._reader, self.generator)
-        if prefix is None:
-            return self.generator.max_prompt_tokens + self.generator.max_new_tokens
-        if prefix is shared:
-            return self.generator.max_new_tokens
-        row = self._row_generator
-        if prefix.generator.policies != row.policies or prefix.generator.specs != row.specs:
-            raise ValueError("the prefix has caches of another policy or size; pass one of an equal engine")
-        return prefix.num_first + self.generator.max_new_tokens - len(prefix.tokens)
+        chosen = sizes(len(request.own_tokens), request.max_new_tokens)
+        if room is None or chosen[-1].plan.is_resizable:  # a full cache grows
+            return chosen
+        return sizes(len(request.own_tokens), max(request.max_new_tokens, room))
+
+    def _check_bytes(self, sizes: Sequence[Generator]) -> None:
+        """Checks that a row can fit."""
+        if self.max_bytes is not None and sizes[-1].row_bytes > self.max_bytes:
+            raise ValueError(
+                f"the row of the request takes up to {format_bytes(sizes[-1].row_bytes)}, more than the "
+                f"{format_bytes(self.max_bytes)} for all rows; allow more memory, use a smaller budget, or shorten the "
+                "prompt or max_new_tokens"
+            )
+
+    def _waiting(self, request: Request, sizes: Sequence[Generator]) -> Waiting:
+        """Returns a request as the scheduler takes it."""
+        prefix, num_tokens = request.prefix, len(request.prompt)
+        batch: Any = None
+        if prefix is None and not sizes[0].streaming:
+            batch = (sizes[0], compile_cache.length_bucket(num_tokens)[-1])
+        elif request.shared is prefix and num_tokens:
+            # Rows of a batch take the time of the longest one.
+            blocks = -(-num_tokens // sizes[0].block_size)
+            batch = (sizes[0], prefix, max(blocks, 2).bit_length())
+        return Waiting(
+            request.number,
+            row_bytes=sizes[-1].row_bytes,
+            prompt=(prefix, request.prompt_seed, request.sampling, request.prompt, sizes[0]),
+            num_tokens=num_tokens,
+            batch=batch,
+            pads=prefix is not None,
+        )
 
     def abort(self, number: int) -> None:
         """Ends a request, whose last output has the finish reason "abort"; does nothing if it is finished.
 
         The output of a running request that was added with `keep` has the sequence up to now as a prefix.
         """
-        if self._scheduler.cancel(number):
-            del self._requests[number]
-            if not self._scheduler.prefilling:
-                self._steps = None
-            self._finished.append(Output(number, "", [], "abort"))
+        if (sequence := self._sequences.get(number)) is None:
             return
-        for row, (request, answer) in self._running.items():
-            if request.number == number:
-                answer.finish()
-                prefix = self._take_prefix(row) if request.keep else None
-                self._finished.append(Output(number, answer.take(is_finished=True), [], "abort", prefix=prefix))
-                self._free([row])
-                return
+        sequence.answer.finish()
+        prefix = self._take_prefix(number) if sequence.request.keep else None
+        self._finished.append(Output(number, sequence.answer.take(is_finished=True), [], "abort", prefix=prefix))
+        self._end(number)
+
+    def _place_of(self, number: int) -> tuple[Group, int] | None:
+        """Returns the group and the row of a request; None if it has none yet."""
+        for group in self._groups:
+            for row, other in group.used.items():
+                if other == number:
+                    return group, row
+        return None
+
+    def _end(self, number: int) -> None:
+        """Frees the row of a request, which may wait or be prefilled."""
+        place = self._place_of(number)
+        del self._sequences[number]
+        self._scheduler.finish(number)
+        if place is not None:
+            group, row = place
+            group.free([row])
+            if not group.used:
+                self._groups.remove(group)
 
     def abort_all(self) -> None:
         """Ends all requests; see `abort`."""
-        for number in [*self._requests, *(running.request.number for running in self._running.values())]:
+        for number in [*self._sequences]:
             self.abort(number)
 
     def take_held_text(self, number: int) -> str:
@@ -330,31 +460,28 @@ class Engine:
         Args:
             number: number of the request.
         """
-        for request, answer in self._running.values():
-            if request.number == number:
-                answer.finish()
-                return answer.take(is_finished=True)
-        return ""
+        if (sequence := self._sequences.get(number)) is None:
+            return ""
+        sequence.answer.finish()
+        return sequence.answer.take(is_finished=True)
 
     def step(self) -> list[Output]:
-        """Prefills waiting requests while rows are free, and decodes one block of tokens in all rows.
+        """Prefills waiting requests that fit, and decodes up to a block of tokens in all rows.
 
         Returns:
             The new tokens of every running request, and requests that finished without any.
         """
         watch = Stopwatch()
-        # Rows are inserted between two blocks only, where no tokens are staged.
-        steps = 0
-        while self._rows.in_block == 0 and (self._max_prefill_steps is None or steps < self._max_prefill_steps):
-            if self._steps is None and not self._start_prefill():
+        tokens = 0.0
+        self._place_rows()
+        while self._max_prefill_tokens is None or tokens < self._max_prefill_tokens:
+            if self._prefill is None and not self._start_prefill():
                 break
-            self._continue_prefill()
-            steps += 1
+            tokens += self._continue_prefill()
         self.prefill_seconds += watch.seconds
         watch = Stopwatch()
         outputs, self._finished = self._finished, []
-        if self._running:
-            outputs += self._decode()
+        outputs += self._decode()
         self.decode_seconds += watch.seconds
         return outputs
 
@@ -394,159 +521,264 @@ class Engine:
 
     @property
     def usage(self) -> Usage:
-        """Tokens, seconds and bytes of all requests since the creation of the engine."""
-        sizes, shared = dict(self.cache_sizes), self._rows.prefixes
-        sizes["read_bytes"] += sum(prefix.read_bytes for prefix in shared)
-        sizes["full_cache_bytes"] += sum(prefix.full_cache_bytes for prefix in shared)
+        """Tokens and seconds of all requests since the creation of the engine, and the bytes of the most rows."""
+        sizes = self._peak or self._row_sizes()
         return Usage(
             prompt_tokens=self._prompt_tokens,
             new_tokens=self._new_tokens,
             prefill_seconds=self.prefill_seconds,
             decode_seconds=self.decode_seconds,
             compile_seconds=self._watch.compile_seconds,
+            is_short=self._is_short,
             **sizes,
-            document_bytes=sum(prefix.held_bytes for prefix in shared),
-            is_short=any(one.is_short for one in (self.generator, *(prefix.generator for prefix in shared))),
         )
+
+    def _row_sizes(self) -> dict[str, int]:
+        """Returns the bytes of all groups and of the prefixes that their rows share, as `Usage` has them."""
+        names = "cache_bytes", "host_bytes", "read_bytes", "full_cache_bytes", "document_bytes"
+        sizes = dict.fromkeys(names, 0)
+        for group in self._groups:
+            for name, value in group.sizes().items():
+                sizes[name] += value
+        for prefix in {id(group.prefix): group.prefix for group in self._groups}.values():
+            if prefix is not None:
+                sizes["read_bytes"] += prefix.read_bytes
+                sizes["full_cache_bytes"] += prefix.full_cache_bytes
+                sizes["document_bytes"] += prefix.held_bytes
+        return sizes
 
     # --- prefill ---
 
     def _start_prefill(self) -> bool:
-        """Starts to prefill waiting requests that have a free row; returns whether there are any."""
-        items = self._scheduler.start(None if self._prefilled is None else self._prefilled[0].prompt)
-        for group, prefix in enumerate(self._scheduler.prefixes):
-            if isinstance(prefix, Prefix):
-                self._rows.place(group, prefix)
-        requests = {row: self._requests[item.number] for row, item in items.items()}
-        if len(requests) > 1:
-            self._steps = self._prefill_together(requests)
-        else:
-            for row, request in requests.items():
-                self._steps = self._prefill(items[row], request)
-        return bool(requests)
-
-    def _prefill_together(self, requests: Mapping[int, Request]) -> Iterator[GenerationState | None]:
-        """Yields None after every step of the prefill of several suffixes, and the state of all rows at its end."""
-        states = {
-            row: self._with_limit(self._start_row(cast(Prefix, request.shared), request), request)
-            for row, request in requests.items()
-        }
-        # A row without a request processes a token that nobody reads.
-        prompts = [requests[row].prompt if row in requests else (0,) for row in range(self.generator.batch)]
-        yield from self.generator.prefill_steps(self._rows.with_rows(states), prompts, self._rows.entries)
-
-    def _prefill(self, item: Waiting, request: Request) -> Iterator[GenerationState | None]:
-        """Yields None after every step of prefill, and the state of the row at its end."""
-        generator, prefix, shared = self._row_generator, request.prefix, request.shared
-        if self._prefilled is not None and self._prefilled[0].prompt == item.prompt:
-            yield generator.reseed(self._prefilled[1].state, request.seed)
-            return
+        """Starts to prefill waiting requests that fit; returns whether there are any."""
+        by_prompt: dict[Any, list[Waiting]] = {}
+        for item in self._scheduler.start():
+            by_prompt.setdefault(item.prompt, []).append(item)
+        if not by_prompt:
+            return False
+        items = [*by_prompt.values()]
+        sequences = [self._sequences[one[0].number] for one in items]
+        requests, size = [one.request for one in sequences], sequences[0].size
+        seeds, samplings = [one.prompt_seed for one in requests], [one.sampling for one in requests]
+        prompts: list[Sequence[int]] = [one.prompt for one in requests]
+        prefix, shared = requests[0].prefix, requests[0].shared
+        padding = width_for(len(items)) - len(items) if items[0][0].pads else 0
+        if padding:  # rows without a request process a token that nobody reads
+            seeds, samplings = [*seeds, *[0] * padding], [*samplings, *[GREEDY] * padding]
+            prompts += [(0,)] * padding
+        size.split_model  # noqa: B018, flattened once for all batches
+        generator, longest = size.with_batch(len(prompts)), max(map(len, prompts))
         if prefix is None:
-            state = generator.init_state(request.prompt_seed, request.sampling)
-            yield from generator.prefill_steps(state, [request.prompt], shared_lengths=True)
-            return
-        state = self._start_row(prefix, request)
-        if not request.prompt:
-            yield state
-            return
-        yield from generator.prefill_steps(state, [request.prompt], None if shared is None else shared.entries)
+            state = generator.init_state(seeds, samplings)
+        elif prefix is shared:
+            state = prefix.start_rows(generator, seeds, samplings)
+        else:
+            state = prefix.copy_row(generator, seeds[0], samplings[0])
+        if not longest:
+            self._prefill = _Prefill(items, iter([state]), 0)
+            return True
+        entries = None if shared is None else shared.entries
+        steps = generator.prefill_steps(state, prompts, entries, shared_lengths=True)
+        tokens: float = len(prompts) * min(longest, size.block_size)
+        if prefix is None and not size.streaming:
+            tokens = len(prompts) * longest / len(size.specs)  # a step is a layer
+        self._prefill = _Prefill(items, steps, tokens)
+        return True
 
-    def _start_row(self, prefix: Prefix, request: Request) -> GenerationState:
-        """Returns the state of a row after a prefix."""
-        if prefix.is_frozen:
-            return prefix.start_rows(self._row_generator, request.prompt_seed, request.sampling)
-        return prefix.copy_row(request.prompt_seed, request.sampling)
-
-    def _continue_prefill(self) -> None:
-        """Runs a step of the current prefill; inserts its rows after the last one."""
-        assert self._steps is not None
+    def _continue_prefill(self) -> float:
+        """Runs a step of the current prefill; its rows wait for a group after the last one. Returns the tokens."""
+        assert self._prefill is not None
+        prefill = self._prefill
+        is_needed = any(item.number in self._sequences for row in prefill.items for item in row)
         try:
-            state = next(self._steps)
+            state = next(prefill.steps) if is_needed else None
         except ValueError as error:
-            self._steps = None
-            for number in self._scheduler.retry():
-                del self._requests[number]
-                self._finished.append(Output(number, "", [], "error", error=str(error)))
-            return
-        if state is None:
-            return
-        self._steps = None
-        items = dict(self._scheduler.prefilling)
-        requests = {row: self._requests.pop(item.number) for row, item in items.items()}
-        if state.positions.shape[0] == 1:
-            [(item, request)] = zip(items.values(), requests.values(), strict=True)
-            # The only row's state is donated to decoding.
-            is_shared = self.generator.batch > 1 and any(
-                item.prompt == other.prompt for other in self._scheduler.waiting
-            )
-            prefix = Prefix(self._row_generator, request.own_tokens, state, request.shared, request.num_first)
-            self._prefilled = (item, prefix) if is_shared else None
-            state = self._with_limit(state, request)
-        self._rows.insert(state, requests)
-        if not self._running:  # the sizes of all rows, which do not change
-            self.cache_sizes = self._rows.sizes()
-        self._scheduler.run()
-        for row, request in requests.items():
-            self._running[row] = _Running(request, AnswerText(self._tokenizer, request.context, request.stop))
+            self._prefill = None
+            self._fail([item for row in prefill.items for item in row], error)
+            return prefill.step_tokens
+        if is_needed and state is None:
+            return prefill.step_tokens
+        self._prefill = None
+        if state is not None:
+            self._make_ready(prefill.items, state)
+            self._place_rows()
+        return prefill.step_tokens
 
-    def _with_limit(self, state: GenerationState, request: Request) -> GenerationState:
-        """Returns the state of a row with the maximum length and the seed of a request."""
-        limit = np.array([request.num_tokens + request.max_new_tokens], np.int32)
-        state = dataclasses.replace(state, max_positions=replicate(limit, self.generator.mesh))
-        is_seeded = request.seed == request.prompt_seed
-        return state if is_seeded else self._row_generator.reseed(state, request.seed)
+    def _fail(self, items: Sequence[Waiting], error: ValueError) -> None:
+        """Ends a request whose prefill failed; several are prefilled alone."""
+        items = [item for item in items if item.number in self._sequences]
+        if len({item.prompt for item in items}) > 1:
+            self._scheduler.retry(items)
+            return
+        for item in items:
+            self._end(item.number)
+            self._finished.append(Output(item.number, "", [], "error", error=str(error)))
+
+    def _make_ready(self, items: Sequence[Sequence[Waiting]], state: GenerationState) -> None:
+        """Lets rows that are prefilled wait for a group."""
+        numbers = [[item.number for item in row if item.number in self._sequences] for row in items]
+        size = self._sequences[next(number for row in numbers for number in row)].size
+        if all(len(row) == 1 for row in numbers):
+            self._add_ready(size, state, [row[0] for row in numbers])
+            return
+        for index, row in enumerate(numbers):
+            for number in row:  # every answer to one prompt has a copy
+                self._add_ready(size, take_rows(state, [index], self._mesh), [number])
+
+    def _add_ready(self, size: Generator, state: GenerationState, numbers: list[int]) -> None:
+        """Lets rows wait for a group, with the limits and the seeds of their requests."""
+        requests = [self._sequences[number].request for number in numbers]
+        batch = state.positions.shape[0]
+        limits, seeds = np.zeros(batch, np.int32), [0] * batch
+        for row, request in enumerate(requests):
+            limits[row], seeds[row] = request.num_tokens + request.max_new_tokens, request.seed
+        state = dataclasses.replace(state, max_positions=replicate(limits, self._mesh))
+        if any(request.seed != request.prompt_seed for request in requests):
+            state = size.with_batch(batch).reseed(state, seeds)
+        self._ready.append(_Ready(size, requests[0].shared, state, numbers))
+
+    # --- places in groups ---
+
+    def _place_rows(self) -> None:
+        """Moves rows to their groups, as far as these are between two blocks."""
+        self._grow_rows()
+        if not self._ready:
+            return
+        for ready in [*self._ready]:
+            numbers = [number for number in ready.numbers if number in self._sequences]
+            if len(numbers) < len(ready.numbers):  # a request was aborted
+                if not numbers:
+                    self._ready.remove(ready)
+                    continue
+                rows = [row for row, number in enumerate(ready.numbers) if number in self._sequences]
+                ready.state, ready.numbers = take_rows(ready.state, rows, self._mesh), numbers
+            groups = [one for one in self._groups if one.generator is ready.size and one.prefix is ready.prefix]
+            free = next((group for group in groups if not group.in_block), None)
+            if free is None and any(group.steps_left <= MAX_WAIT for group in groups):
+                continue
+            self._ready.remove(ready)
+            self._make_room(ready)
+            if free is None:
+                self._groups.append(Group(ready.size, ready.prefix, ready.state, ready.numbers))
+            else:
+                free.insert(ready.state, ready.numbers, self._max_width(free))
+            generators = (ready.size,) if ready.prefix is None else (ready.size, ready.prefix.generator)
+            self._is_short |= any(one.is_short for one in generators)
+        self._groups.sort(key=self._shape)
+        sizes = self._row_sizes()
+        if not self._peak or sizes["cache_bytes"] > self._peak["cache_bytes"]:
+            self._peak = sizes
+
+    def _grow_rows(self) -> None:
+        """Takes rows without capacity for another block out of their groups, with the next size."""
+        for group in [*self._groups]:
+            if group.in_block:
+                continue
+            rows = [row for row, number in group.used.items() if self._sequences[number].must_grow]
+            if rows:
+                numbers = [number for row, number in group.used.items() if row in rows]
+                for number in numbers:
+                    self._sequences[number].level += 1
+                size = self._sequences[numbers[0]].size
+                self._ready.append(_Ready(size, group.prefix, resize_rows(group.remove(rows), size), numbers))
+            if group.used:
+                group.shrink()
+            else:
+                self._groups.remove(group)
+
+    def _make_room(self, ready: _Ready) -> None:
+        """Gives up free rows if memory is short."""
+        if self.max_bytes is None:
+            return
+        width = width_for(len(ready.numbers))
+        if self._scheduler.reserved_bytes + width * ready.size.row_bytes > self.max_bytes:
+            for group in self._groups:
+                group.shrink(len(group.used))
+
+    def _max_width(self, group: Group) -> int | None:
+        """Returns how wide a group may become."""
+        if self.max_bytes is None:
+            return None
+        others = sum(one.width * one.generator.row_bytes for one in self._groups if one is not group)
+        return (self.max_bytes - others) // group.generator.row_bytes
+
+    def _shape(self, group: Group) -> tuple[int, ...]:
+        """Returns what the programs of a group depend on."""
+        keys = [group.generator.plan, None if group.prefix is None else group.prefix.generator.plan]
+        numbers = [self._shapes.setdefault(key, len(self._shapes)) for key in keys]
+        return (*numbers, group.width)
 
     # --- decoding ---
 
     def _decode(self) -> list[Output]:
-        """Decodes a block, or a part of it with `stream_interval`, in all rows."""
-        sampled = self._rows.decode(self._stream_interval or self.generator.block_size)
-        done, faults = self._rows.finished()
-        rows = sorted(self._running)
-        outputs = [self._output(row, sampled, bool(done[row]), bool(faults[row])) for row in rows]
-        self._free([row for row, output in zip(rows, outputs, strict=True) if output.finish_reason is not None])
-        self._rows.end_block()
+        """Decodes up to a block in all rows."""
+        if not self._groups:
+            return []
+        shapes = [self._shape(group) for group in self._groups]
+        steps = min(self._stream_interval or _BLOCK, *(group.steps_left for group in self._groups))
+        outputs: list[Output] = []
+        for indices in self._mixes.split(shapes):
+            outputs += self._decode_together([self._groups[index] for index in indices])
+        self._mixes.count(shapes, steps)
+        self._groups = [group for group in self._groups if group.used]
         return outputs
 
-    def _output(self, row: int, sampled: SampledTokens, is_done: bool, is_faulty: bool) -> Output:
-        """Returns the output of a row's request after a block."""
-        request, answer = self._running[row]
+    def _decode_together(self, groups: Sequence[Group]) -> list[Output]:
+        """Decodes the rows of groups by one program."""
+        sampled = decode_together(groups, self._stream_interval or _BLOCK)
+        outputs: list[Output] = []
+        for group, tokens in zip(groups, sampled, strict=True):
+            done, faults = group.finished()
+            new = [self._output(group, row, tokens, bool(done[row]), bool(faults[row])) for row in group.used]
+            ended = {output.number for output in new if output.finish_reason is not None}
+            rows = [row for row, number in group.used.items() if number in ended]
+            for number in ended:
+                del self._sequences[number]
+                self._scheduler.finish(number)
+            group.free(rows)
+            if group.used:
+                group.end_block()
+            outputs += new
+        return outputs
+
+    def _output(self, group: Group, row: int, sampled: SampledTokens, is_done: bool, is_faulty: bool) -> Output:
+        """Returns the output of a row's request after decode steps."""
+        sequence = self._sequences[cast(int, group.numbers[row])]
+        request, answer = sequence.request, sequence.answer
         if is_faulty:
             answer.finish()  # the text before this block, which is valid
-            return Output(request.number, answer.take(True), [], "error", error=self._rows.describe_faults(row))
+            return Output(request.number, answer.take(True), [], "error", error=group.describe_faults(row))
         count = int(np.sum(sampled.token[row] != NO_TOKEN))
         num_before = len(answer.tokens)
         answer.push(sampled.token[row, :count].tolist())
         tokens = answer.tokens[num_before:]
         self._new_tokens += len(tokens)
         reason: FinishReason | None = None
-        if answer.is_stopped or (is_done and answer.tokens[-1] in self.generator.eos):
+        if answer.is_stopped or (is_done and answer.tokens[-1] in group.generator.eos):
             reason = "stop"
         elif is_done:
             reason = "length"
         prefix = None
         if reason is not None:
             answer.finish()
-            prefix = self._take_prefix(row) if request.keep and not answer.is_stopped else None
+            prefix = self._take_prefix(request.number) if request.keep and not answer.is_stopped else None
         logprobs = None
         if (top := request.sampling.logprobs) is not None:
             logprobs = [_token_logprobs(sampled, row, step, top) for step in range(len(tokens))]
         return Output(request.number, answer.take(reason is not None), tokens, reason, logprobs, prefix=prefix)
 
-    def _take_prefix(self, row: int) -> Prefix | None:
-        """Returns the sequence of a row; None if the compaction of its last tokens has faults."""
-        request, answer = self._running[row]
-        if (state := self._rows.take(row)) is None:
+    def _take_prefix(self, number: int) -> Prefix | None:
+        """Returns the sequence of a request; None without a row, or if the compaction of its tokens has faults."""
+        sequence, state = self._sequences[number], None
+        if (place := self._place_of(number)) is not None:
+            state = place[0].take_settled(place[1])
+        for ready in self._ready:
+            if number in ready.numbers:
+                state = take_rows(ready.state, [ready.numbers.index(number)], self._mesh)
+        if state is None:
             return None
-        tokens = (*request.own_tokens, *answer.tokens)
-        return Prefix(self._row_generator, tokens, state, request.shared, request.num_first)
-
-    def _free(self, rows: Sequence[int]) -> None:
-        """Ends the requests of rows."""
-        for row in rows:
-            del self._running[row]
-        self._scheduler.free(rows)
-        self._rows.finish(rows, is_last=not self._running)
+        request, tokens = sequence.request, (*sequence.request.own_tokens, *sequence.answer.tokens)
+        return Prefix.of(sequence.size, tokens, state, after=request.shared, num_first=request.num_first)
 
 
 def seed_of_prompt(seed: int, number: int) -> int:

@@ -1,17 +1,24 @@
-"""Decides which request gets which batch row, and which requests are prefilled together; works on numbers, without JAX.
+"""Decides which requests start, in which group their rows are, and which groups a program computes; without JAX.
 
-1. Requests wait in the order of their arrival. One that shares a prefix needs a row of a group that has this prefix, or
-   of a group without requests; any other one takes any row.
-2. A request whose row is not free lets later ones pass.
-3. The first request that has a row starts its prefill. The requests at the head of the queue that only append a suffix
-   to a shared prefix start with it, if all rows together take at most twice the time of their blocks alone: padded to
-   the longest one, a batch costs as much for every row.
-4. A request with the prompt of another one waits for its prefill, whose state it can take.
+A *group* is rows of one size. It has a width, of which some rows may be free.
+
+1. Requests wait in the order of their arrival. The first one starts when the bytes that its row may come to take fit,
+   and a row is left; later ones do not pass it, because a long request would otherwise wait forever.
+2. Prompts of similar lengths and one size start with it, and are prefilled as one batch; equal prompts are prefilled
+   once.
+3. Rows that are prefilled join the group of their size between two of its blocks. A group far from the end of its block
+   lets them begin a second one.
+4. Groups that ran apart for a while are computed by one program from then on: compiling it for every mix of groups that
+   occurs would take longer than it saves.
 """
 
 import collections
 import dataclasses
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
+
+MAX_WAIT = 32  # steps that rows wait for the end of a group's block, rather than begin a second group
+_APART_STEPS = 32  # of a mix of groups, before a program is compiled for it: about the time that compilation takes
+_MAX_MIXES = 16  # that programs are compiled for
 
 
 @dataclasses.dataclass(eq=False)
@@ -20,148 +27,155 @@ class Waiting:
 
     Attributes:
         number: number of the request.
+        row_bytes: the bytes that its row takes at most.
         prompt: requests with an equal value have the same state after their prompts, except for the seed of sampling.
         num_tokens: tokens to process.
-        prefix: the prefix that the row shares with others; None for rows with all their tokens.
-        can_batch: whether it can be prefilled together with others.
+        batch: requests with an equal value can be prefilled as one batch; None to be prefilled alone.
+        pads: whether such a batch may have rows without a request, because its tokens are few.
     """
 
     number: int
+    row_bytes: int
     prompt: Hashable
     num_tokens: int
-    prefix: Hashable | None = None
-    can_batch: bool = False
+    batch: Hashable | None = None
+    pads: bool = False
 
 
 class Scheduler:
-    """The rows of a batch, in groups if they share prefixes.
+    """Requests that wait, and the rows and bytes of those that have started.
 
     Attributes:
-        rows: number of rows.
+        rows: maximum number of rows.
+        max_bytes: maximum bytes of all rows; None for no limit.
         waiting: requests that wait for a row.
-        prefilling: requests that are being prefilled, by row.
-        running: numbers of the requests that are decoded, by row.
-        prefixes: the prefix of every group, which stays until another one takes its place.
+        started: bytes of the requests that have started, by number.
     """
 
-    def __init__(self, rows: int, groups: int = 0, block_size: int = 1) -> None:
+    def __init__(self, rows: int, max_bytes: int | None = None, *, max_batch_tokens: int = 8192) -> None:
         """Creates a scheduler without requests.
 
         Args:
-            rows: number of rows; a multiple of `groups`.
-            groups: number of groups whose rows share a prefix; 0 for rows without one.
-            block_size: tokens of a block, by which suffixes are processed.
+            rows: maximum number of rows.
+            max_bytes: maximum bytes of all rows.
+            max_batch_tokens: maximum number of tokens that are prefilled as one batch.
         """
-        self.rows, self._block_size = rows, block_size
+        self.rows, self.max_bytes, self._max_batch_tokens = rows, max_bytes, max_batch_tokens
         self.waiting: collections.deque[Waiting] = collections.deque()
-        self.prefilling: dict[int, Waiting] = {}
-        self.running: dict[int, int] = {}
-        self.prefixes: list[Hashable | None] = [None] * groups
+        self.started: dict[int, int] = {}
 
     @property
     def num_free_rows(self) -> int:
         """Rows that no request occupies."""
-        return self.rows - len(self.running) - len(self.prefilling)
+        return self.rows - len(self.started)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that the rows of all requests that have started may come to take."""
+        return sum(self.started.values())
 
     def add(self, request: Waiting) -> None:
         """Appends a request to the queue."""
         self.waiting.append(request)
 
-    def start(self, ready_prompt: Hashable | None = None) -> dict[int, Waiting]:
-        """Moves the next requests from the queue to `prefilling`.
-
-        Args:
-            ready_prompt: `Waiting.prompt` of a state that exists already.
-
-        Returns:
-            The requests by row; more than one are prefilled together. Empty if no request has a free row.
-        """
-        self.prefilling = self._batch(ready_prompt) or self._first()
-        for request in self.prefilling.values():
+    def start(self) -> list[Waiting]:
+        """Starts the next requests, which are prefilled together; empty if the first one does not fit."""
+        chosen: list[Waiting] = []
+        prompts: dict[Hashable, None] = {}
+        for request in self.waiting:
+            if not self._fits(request, chosen):
+                break
+            if chosen and not self._joins(request, chosen[0], prompts):
+                continue
+            chosen.append(request)
+            prompts[request.prompt] = None
+        if chosen and not chosen[0].pads:  # batches of other sizes than powers of two would be further programs
+            kept = [*prompts][: 1 << (len(prompts).bit_length() - 1)]
+            chosen = [request for request in chosen if request.prompt in kept]
+        for request in chosen:
             self.waiting.remove(request)
-        return self.prefilling
+            self.started[request.number] = request.row_bytes
+        return chosen
 
-    def run(self) -> None:
-        """Moves the requests that are prefilled to the running ones."""
-        self.running |= {row: request.number for row, request in self.prefilling.items()}
-        self.prefilling = {}
+    def _fits(self, request: Waiting, chosen: Sequence[Waiting]) -> bool:
+        """Returns whether there are a row and bytes for a request besides others that are about to start."""
+        if len(chosen) >= self.num_free_rows:
+            return False
+        needed = self.reserved_bytes + sum(one.row_bytes for one in chosen) + request.row_bytes
+        return self.max_bytes is None or needed <= self.max_bytes
 
-    def retry(self) -> list[int]:
-        """Returns the requests of a failed prefill to the head of the queue, from which they are prefilled alone.
+    def _joins(self, request: Waiting, first: Waiting, prompts: Collection[Hashable]) -> bool:
+        """Returns whether a request is prefilled together with the first one."""
+        if request.prompt in prompts:
+            return True
+        tokens = max(request.num_tokens, first.num_tokens) * (len(prompts) + 1)
+        return request.batch is not None and request.batch == first.batch and tokens <= self._max_batch_tokens
 
-        Returns:
-            The number of a request that was alone, and has failed.
-        """
-        requests, self.prefilling = [*self.prefilling.values()], {}
-        if len(requests) == 1:
-            return [requests[0].number]
+    def retry(self, requests: Sequence[Waiting]) -> None:
+        """Returns the requests of a failed batch to the head of the queue, from which they are prefilled alone."""
         for request in requests:
-            request.can_batch = False
+            request.batch = None
+            del self.started[request.number]
         self.waiting.extendleft(reversed(requests))
-        return []
 
-    def free(self, rows: Collection[int]) -> None:
-        """Ends the running requests of rows."""
-        for row in rows:
-            del self.running[row]
-
-    def cancel(self, number: int) -> bool:
-        """Removes a request that waits or is being prefilled; returns whether there was one."""
+    def finish(self, number: int) -> None:
+        """Ends a request that waits or has started."""
+        self.started.pop(number, None)
         for request in self.waiting:
             if request.number == number:
                 self.waiting.remove(request)
-                return True
-        for row, request in self.prefilling.items():
-            if request.number == number:
-                del self.prefilling[row]
-                return True
-        return False
+                return
 
-    def _first(self) -> dict[int, Waiting]:
-        """Returns the first request that has a free row, by that row."""
-        for request in self.waiting:
-            if (row := self._find_row(request.prefix)) is not None:
-                return {row: request}
-        return {}
 
-    def _batch(self, ready_prompt: Hashable | None) -> dict[int, Waiting]:
-        """Returns requests that are prefilled together, by row; empty if that saves no time."""
-        prefixes = [*self.prefixes]
-        batch: dict[int, Waiting] = {}
-        for request in self.waiting:
-            if not request.can_batch or request.prompt == ready_prompt:
-                break
-            if any(request.prompt == one.prompt for one in batch.values()):
-                break
-            if (row := self._find_row(request.prefix, batch)) is not None:
-                batch[row] = request
-        blocks = [-(-request.num_tokens // self._block_size) for request in batch.values()]
-        if len(batch) > 1 and max(blocks) * self.rows <= 2 * sum(blocks):
-            return batch
-        self.prefixes = prefixes
-        return {}
+def width_for(rows: int, width: int = 0) -> int:
+    """Returns the width of a group: 1, 2, 4, or a multiple of 4, because each is a program.
 
-    def _find_row(self, prefix: Hashable | None, taken: Collection[int] = ()) -> int | None:
-        """Returns a free row; for a prefix a row of its group, which takes the place of one that no row shares.
+    Args:
+        rows: rows in use.
+        width: its width so far, which becomes smaller when half of the rows are free.
+    """
+    if rows <= width < 2 * rows:
+        return width
+    return 1 << (rows - 1).bit_length() if rows <= 4 else -(-rows // 4) * 4
+
+
+class Mixes:
+    """Which groups one program computes.
+
+    Attributes:
+        max_groups: maximum number of groups of a program.
+    """
+
+    def __init__(self, max_groups: int) -> None:
+        """Creates an empty record.
 
         Args:
-            prefix: the prefix of a request.
-            taken: rows that are not free although no request runs in them.
+            max_groups: maximum number of groups of a program.
         """
-        free = [row for row in range(self.rows) if row not in self.running and row not in taken]
-        if prefix is None:
-            return next(iter(free), None)
-        if prefix in self.prefixes:
-            return next((row for row in self.group(self.prefixes.index(prefix)) if row in free), None)
-        # Empty groups first, so that prefixes stay as long as possible.
-        unused = [group for group in range(len(self.prefixes)) if set(self.group(group)) <= set(free)]
-        group = min(unused, key=lambda group: self.prefixes[group] is not None, default=None)
-        if group is None:
-            return None
-        self.prefixes[group] = prefix
-        return self.group(group)[0]
+        self.max_groups = max_groups
+        self._steps: collections.Counter[tuple[Hashable, ...]] = collections.Counter()
+        self._compiled: set[tuple[Hashable, ...]] = set()
 
-    def group(self, number: int) -> range:
-        """Returns the rows of a group."""
-        size = self.rows // len(self.prefixes)
-        return range(number * size, (number + 1) * size)
+    def split(self, shapes: Sequence[Hashable]) -> list[list[int]]:
+        """Returns the groups of every program.
+
+        Args:
+            shapes: shape of every group, in an order in which equal mixes are equal.
+
+        Returns:
+            Indices of groups.
+        """
+        programs: list[list[int]] = []
+        for first in range(0, len(shapes), self.max_groups):
+            mix = tuple(shapes[first : first + self.max_groups])
+            indices = [*range(first, first + len(mix))]
+            programs += [indices] if len(mix) == 1 or mix in self._compiled else [[index] for index in indices]
+        return programs
+
+    def count(self, shapes: Sequence[Hashable], steps: int) -> None:
+        """Counts the steps of groups, after which the next ones of the same mix may be one program."""
+        for first in range(0, len(shapes), self.max_groups):
+            mix = tuple(shapes[first : first + self.max_groups])
+            self._steps[mix] += steps
+            if len(mix) > 1 and self._steps[mix] >= _APART_STEPS and len(self._compiled) < _MAX_MIXES:
+                self._compiled.add(mix)

@@ -3,10 +3,15 @@
 A block is compiled in one of two ways. On accelerators, on meshes and for few layers, one program spans all layers. On
 a single CPU, the host calls one program per layer: equal layers share it, so that compilation takes the time of one
 layer instead of all, but every call takes a fraction of a millisecond. Both ways run the same functions.
+
+A step computes one group of rows or several, whose caches have other sizes or other prefixes: projections, MLP and
+logits once for the rows of all groups, so that the weights are read once, and attention group by group.
 """
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -32,6 +37,7 @@ Scorer: TypeAlias = Float[Array | np.ndarray, "L W+2 H_kv"]  # `profile.Profile.
 Prefixes: TypeAlias = tuple[kvjax.FrozenCache, ...] | None  # the frozen prefixes that rows share, one per cache
 
 M = TypeVar("M", Llama, DecoderLayer, RecurrentLayer)
+T = TypeVar("T")
 
 
 @jax.tree_util.register_dataclass
@@ -87,6 +93,20 @@ def split_model(model: Llama, scorer: Scorer | None, context_tokens: int) -> Spl
     for number, one in zip(attention_layers, scorers, strict=True):
         layers[number] = layers[number]._replace(rotary=model.config.rotary(number, context_tokens), scorer=one)
     return SplitModel(model, _flatten(model.without_layers()), tuple(layers), scorer)
+
+
+class Group(NamedTuple):
+    """Rows that share sizes and policies of their caches.
+
+    Attributes:
+        split: the model.
+        state: state of the rows.
+        prefixes: the frozen prefixes that the rows share; None for rows that have all their tokens in their own caches.
+    """
+
+    split: SplitModel
+    state: GenerationState
+    prefixes: Prefixes = None
 
 
 def _flatten(module: M) -> _Flat[M]:
@@ -164,36 +184,44 @@ def decode_block(
     steps: int,
     prefixes: Prefixes = None,
 ) -> tuple[GenerationState, SampledTokens]:
+    """Runs decode steps of one group of rows like `decode_groups`; returns its state and tokens."""
+    [state], sampled = decode_groups([Group(split, state, prefixes)], mesh, eos, block_size, steps)
+    return state, sampled
+
+
+def decode_groups(
+    groups: Sequence[Group], mesh: Mesh | None, eos: tuple[int, ...], block_size: int, steps: int
+) -> tuple[tuple[GenerationState, ...], SampledTokens]:
     """Runs decode steps until all sequences are finished or `steps` is reached.
 
     Args:
-        split: the model.
+        groups: the rows; their states are donated.
         mesh: mesh of the model.
         eos: tokens that finish a sequence.
         block_size: maximum number of steps.
-        state: state before the block; donated.
         steps: number of steps, at most `block_size`.
-        prefixes: as for `append_block`.
 
     Returns:
-        The state after the block, and NumPy arrays [B, n, ...] of the tokens of its n steps, with `NO_TOKEN` after the
-        end of a sequence.
+        The states after the steps, and NumPy arrays [B, n, ...] of the tokens of the rows of all groups in n steps,
+        with `NO_TOKEN` after the end of a sequence.
     """
-    if not runs_by_layer(state, mesh):
+    splits, states, prefixes = zip(*groups, strict=True)
+    if not runs_by_layer(states[0], mesh):
         count = replicate(np.int32(steps), mesh)
-        state, block, num_steps = decode_program(
-            split.model, mesh, eos, block_size, state, count, prefixes, split.scorer
+        scorers = tuple(split.scorer for split in splits)
+        states, block, num_steps = decode_program(
+            splits[0].model, mesh, eos, block_size, states, count, prefixes, scorers
         )
-        return state, SampledTokens(*(np.asarray(part)[:, : int(num_steps)] for part in block))
+        return states, SampledTokens(*(np.asarray(part)[:, : int(num_steps)] for part in block))
     sampled: list[SampledTokens] = []
     # The first program of a step gives `done`, so that the host calls the next step's while this one's layers run.
-    while len(sampled) < steps and not np.asarray(state.done).all():
-        state, tokens = _decode_step(split, mesh, eos, state, prefixes)
+    while len(sampled) < steps and not all(np.asarray(state.done).all() for state in states):
+        states, tokens = _decode_step(splits, mesh, eos, states, prefixes)
         sampled.append(tokens)
     if not sampled:
-        sampled, steps = [_no_tokens(state)], 0
+        sampled, steps = [_no_tokens(states)], 0
     parts = ([np.asarray(x) for x in part] for part in zip(*sampled, strict=True))
-    return state, SampledTokens(*(np.stack(part, axis=1)[:, :steps] for part in parts))
+    return states, SampledTokens(*(np.stack(part, axis=1)[:, :steps] for part in parts))
 
 
 def runs_by_layer(state: GenerationState, mesh: Mesh | None) -> bool:
@@ -203,8 +231,16 @@ def runs_by_layer(state: GenerationState, mesh: Mesh | None) -> bool:
         state: a state with arrays.
         mesh: mesh of the state.
     """
-    on_cpu = mesh is None and all(device.platform == "cpu" for device in state.positions.devices())
-    return on_cpu and len(state.layers) + len(state.recurrent) >= MIN_LAYERS
+    return _on_cpu(state.positions, mesh) and len(state.layers) + len(state.recurrent) >= MIN_LAYERS
+
+
+def calls_layers(model: Llama, mesh: Mesh | None) -> bool:
+    """Returns `runs_by_layer` for the states of a model."""
+    return _on_cpu(jax.tree.leaves(model)[0], mesh) and model.config.layers >= MIN_LAYERS
+
+
+def _on_cpu(x: Array, mesh: Mesh | None) -> bool:
+    return mesh is None and all(device.platform == "cpu" for device in x.devices())
 
 
 def _commit(state: GenerationState, tokens: Array, lengths: Array) -> tuple[Array, Array]:
@@ -221,9 +257,12 @@ def _append_by_layer(
     prefixes: Prefixes,
 ) -> tuple[GenerationState, Float[Array, "B T W"]]:
     """Returns the state after a block, and the residual stream of its tokens."""
-    x, state = _step_layers(split, mesh, state, _embed(split.outer, mesh, tokens), lengths, prefixes)
-    rows = _last_logits(split.outer, dataclasses.replace(state, layers=(), recurrent=()), x, tokens, lengths)
-    return constrain_state(dataclasses.replace(rows, layers=state.layers, recurrent=state.recurrent), mesh), x
+    x = _embed(split.outer, mesh, tokens)
+    x, [state] = _step_layers((split,), mesh, (state,), x, (lengths,), (prefixes,))
+    [rows] = _without([state], "layers", "recurrent")
+    rows = _last_logits(split.outer, rows, x, tokens, lengths)
+    [state] = _with_fields([rows], [state], "layers", "recurrent")
+    return constrain_state(state, mesh), x
 
 
 def _append_block(
@@ -268,162 +307,225 @@ def _decode_block(
     mesh: Mesh | None,
     eos: tuple[int, ...],
     block_size: int,
-    state: GenerationState,
+    states: tuple[GenerationState, ...],
     steps: Int[Array, ""],
-    prefixes: Prefixes,
-    scorer: Scorer | None,
-) -> tuple[GenerationState, SampledTokens, Int[Array, ""]]:
-    """Runs decode steps in one compiled loop; returns the state, the tokens of a full block and the steps."""
-    split = split_model(model, scorer, state.context_tokens)
+    prefixes: tuple[Prefixes, ...],
+    scorers: tuple[Scorer | None, ...],
+) -> tuple[tuple[GenerationState, ...], SampledTokens, Int[Array, ""]]:
+    """Runs decode steps in one compiled loop; returns the states, the tokens of a full block and the steps."""
+    splits = tuple(split_model(model, one, state.context_tokens) for one, state in zip(scorers, states, strict=True))
 
     def step(carry):
-        """Runs one decode step on the `carry`: the number of steps, the state and the tokens of the block."""
-        number, state, block = carry
-        state, sampled = _decode_step(split, mesh, eos, state, prefixes)
+        """Runs one decode step on the `carry`: the number of steps, the states and the tokens of the block."""
+        number, states, block = carry
+        states, sampled = _decode_step(splits, mesh, eos, states, prefixes)
 
         def write(block: Array, new: Array) -> Array:
             start = (jnp.zeros_like(number), number, *[jnp.zeros_like(number)] * (block.ndim - 2))
             return jax.lax.dynamic_update_slice(block, new[:, None], start)
 
-        return number + 1, constrain_state(state, mesh), jax.tree.map(write, block, sampled)
+        return number + 1, constrain(states), jax.tree.map(write, block, sampled)
 
     def is_running(carry):
         """Returns whether the `carry` has steps left and unfinished sequences."""
-        number, state, _ = carry
-        return (number < steps) & ~jnp.all(state.done)
+        number, states, _ = carry
+        return (number < steps) & ~jnp.all(_concatenate([state.done for state in states]))
 
-    block = jax.tree.map(lambda x: jnp.repeat(x[:, None], block_size, axis=1), _no_tokens(state))
-    num_steps, state, block = jax.lax.while_loop(is_running, step, (jnp.zeros((), jnp.int32), state, block))
+    def constrain(states: tuple[GenerationState, ...]) -> tuple[GenerationState, ...]:
+        return tuple(constrain_state(state, mesh) for state in states)
+
+    block = jax.tree.map(lambda x: jnp.repeat(x[:, None], block_size, axis=1), _no_tokens(states))
+    num_steps, states, block = jax.lax.while_loop(is_running, step, (jnp.zeros((), jnp.int32), states, block))
     block = jax.tree.map(lambda x: constrain_replicated(x, mesh), block)
-    return constrain_state(state, mesh), block, constrain_replicated(num_steps, mesh)
+    return constrain(states), block, constrain_replicated(num_steps, mesh)
 
 
-def _no_tokens(state: GenerationState) -> SampledTokens:
+def _no_tokens(states: Sequence[GenerationState]) -> SampledTokens:
     """Returns what a step gives for finished sequences."""
-    batch, vocab_size = state.logits.shape
+    batch, vocab_size = sum(state.logits.shape[0] for state in states), states[0].logits.shape[1]
     top = (batch, min(MAX_LOGPROBS, vocab_size))
     token = jnp.full(batch, NO_TOKEN, jnp.int32)
     return SampledTokens(token, jnp.zeros(batch), jnp.zeros(top, jnp.int32), jnp.zeros(top))
 
 
+def _concatenate(groups: Sequence[T]) -> T:
+    """Returns the rows of all groups: arrays, or trees of arrays, with batch rows along the first axis."""
+    return groups[0] if len(groups) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *groups)
+
+
+def _split(tree: T, sizes: Sequence[int]) -> list[T]:
+    """Returns the rows of every group: the inverse of `_concatenate`."""
+    if len(sizes) == 1:
+        return [tree]
+
+    def part(start: int, size: int) -> T:
+        return jax.tree.map(lambda x: x[start : start + size], tree)
+
+    return [part(end - size, size) for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
+
+
 append_program = jax.jit(_append_block, static_argnames=("mesh",), donate_argnames=("state",))
 score_program = jax.jit(_score_block, static_argnames=("mesh",), donate_argnames=("state",))
-decode_program = jax.jit(_decode_block, static_argnames=("mesh", "eos", "block_size"), donate_argnames=("state",))
+decode_program = jax.jit(_decode_block, static_argnames=("mesh", "eos", "block_size"), donate_argnames=("states",))
 
 
 def _decode_step(
-    split: SplitModel, mesh: Mesh | None, eos: tuple[int, ...], state: GenerationState, prefixes: Prefixes
-) -> tuple[GenerationState, SampledTokens]:
-    """Samples a token from the logits and computes the next logits; returns the state and the tokens."""
-    rows = dataclasses.replace(state, layers=(), recurrent=())
-    rows, sampled, x, lengths = _sample_token(split.outer, mesh, eos, rows)
-    rows = dataclasses.replace(rows, layers=state.layers, recurrent=state.recurrent)
-    x, state = _step_layers(split, mesh, rows, x, lengths, prefixes)
+    splits: tuple[SplitModel, ...],
+    mesh: Mesh | None,
+    eos: tuple[int, ...],
+    states: tuple[GenerationState, ...],
+    prefixes: tuple[Prefixes, ...],
+) -> tuple[tuple[GenerationState, ...], SampledTokens]:
+    """Samples a token from the logits and computes the next logits; returns the states and the tokens."""
+    outer = splits[0].outer
+    rows, sampled, x, lengths = _sample_token(outer, mesh, eos, _without(states, "layers", "recurrent"))
+    x, states = _step_layers(splits, mesh, _with_fields(rows, states, "layers", "recurrent"), x, lengths, prefixes)
     # Without `done`, which the host reads while the layers run.
-    rest: dict[str, Any] = {"layers": (), "recurrent": (), "done": ()}
-    rows = _next_logits(split.outer, dataclasses.replace(state, **rest), sampled.token, x, lengths)
-    return dataclasses.replace(rows, **{name: getattr(state, name) for name in rest}), sampled
+    rest = "layers", "recurrent", "done"
+    rows = _next_logits(outer, _without(states, *rest), sampled.token, x, lengths)
+    return _with_fields(rows, states, *rest), sampled
+
+
+def _without(states: Sequence[GenerationState], *names: str) -> tuple[GenerationState, ...]:
+    """Returns states without fields that a program does not take."""
+    empty: dict[str, Any] = dict.fromkeys(names, ())
+    return tuple(dataclasses.replace(state, **empty) for state in states)
+
+
+def _with_fields(
+    states: Sequence[GenerationState], others: Sequence[GenerationState], *names: str
+) -> tuple[GenerationState, ...]:
+    """Returns states with fields of others."""
+    return tuple(
+        dataclasses.replace(state, **{name: getattr(other, name) for name in names})
+        for state, other in zip(states, others, strict=True)
+    )
 
 
 def _step_layers(
-    split: SplitModel,
+    splits: tuple[SplitModel, ...],
     mesh: Mesh | None,
-    state: GenerationState,
+    states: tuple[GenerationState, ...],
     x: Float[Array, "B T W"],
-    lengths: Int[Array, "B"],
-    prefixes: Prefixes,
-) -> tuple[Float[Array, "B T W"], GenerationState]:
-    """Computes the layers of new tokens; returns the residual stream, and the state with new caches and states."""
-    layers, recurrent, counters, positions = [], [], state.counters, state.positions
-    of_caches = (None,) * len(state.layers) if prefixes is None else prefixes
-    caches, states = zip(state.layers, of_caches, strict=True), iter(state.recurrent)
-    for module, rotary, scorer in split.layers:
-        if rotary is None:
-            x, new_state = step_recurrent_layer(module, mesh, next(states), x, lengths)
-            recurrent.append(new_state)
+    lengths: tuple[Int[Array, "b"], ...],
+    prefixes: tuple[Prefixes, ...],
+) -> tuple[Float[Array, "B T W"], tuple[GenerationState, ...]]:
+    """Computes the layers of new tokens; returns the residual stream, and the states with new caches and states."""
+    layers: list[tuple[kvjax.Cache, ...]] = []
+    recurrent: list[tuple[RecurrentState, ...]] = []
+    counters, positions = tuple(state.counters for state in states), tuple(state.positions for state in states)
+    of_caches = [(None,) * len(states[0].layers) if one is None else one for one in prefixes]
+    caches, layer_prefixes = zip(*(state.layers for state in states), strict=True), zip(*of_caches, strict=True)
+    recurrent_states = zip(*(state.recurrent for state in states), strict=True)
+    for own in zip(*(split.layers for split in splits), strict=True):  # of every group
+        module = own[0].module
+        if own[0].rotary is None:
+            x, new_states = step_recurrent_layer(module, mesh, next(recurrent_states), x, lengths)
+            recurrent.append(new_states)
             continue
-        cache, prefix = next(caches)
-        used_scorer = scorer if cache.policy.requires.predicted_scores else None
-        x, cache, new_counters = step_layer(module, rotary, cache, counters, x, positions, lengths, prefix, used_scorer)
-        layers.append(cache)
+        rotaries = tuple(layer.rotary for layer in own)
+        group_caches = next(caches)
+        scorers = tuple(
+            layer.scorer if cache.policy.requires.predicted_scores else None
+            for layer, cache in zip(own, group_caches, strict=True)
+        )
+        x, new_caches, new_counters = step_layer(
+            module, rotaries, group_caches, counters, x, positions, lengths, next(layer_prefixes), scorers
+        )
+        layers.append(new_caches)
     # Every layer counts the same tokens; XLA computes the counters once.
-    return x, dataclasses.replace(state, layers=tuple(layers), recurrent=tuple(recurrent), counters=new_counters)
+    return x, tuple(
+        dataclasses.replace(
+            state,
+            layers=tuple(one[group] for one in layers),
+            recurrent=tuple(one[group] for one in recurrent),
+            counters=new_counters[group],
+        )
+        for group, state in enumerate(states)
+    )
 
 
 # Nested in a larger program, the functions below are traced once and inlined by the compiler.
 
 
-@functools.partial(jax.jit, static_argnames=("rotary",), donate_argnames=("cache", "x"))
+@functools.partial(jax.jit, static_argnames=("rotaries",), donate_argnames=("caches", "x"))
 def step_layer(
     flat: _Flat[DecoderLayer],
-    rotary: Rotary,
-    cache: kvjax.Cache,
-    counters: kvjax.Counters,
+    rotaries: tuple[Rotary, ...],
+    caches: tuple[kvjax.Cache, ...],
+    counters: tuple[kvjax.Counters, ...],
     x: Float[Array, "B T W"],
-    positions: Int[Array, "B"],
-    lengths: Int[Array, "B"],
-    prefix: kvjax.FrozenCache | None = None,
-    scorer: Float[Array, "H_kv W+2"] | None = None,
-) -> tuple[Float[Array, "B T W"], kvjax.Cache, kvjax.Counters]:
-    """Appends tokens to one layer's cache and computes the layer.
+    positions: tuple[Int[Array, "b"], ...],
+    lengths: tuple[Int[Array, "b"], ...],
+    prefixes: tuple[kvjax.FrozenCache | None, ...],
+    scorers: tuple[Float[Array, "H_kv W+2"] | None, ...],
+) -> tuple[Float[Array, "B T W"], tuple[kvjax.Cache, ...], tuple[kvjax.Counters, ...]]:
+    """Appends tokens to one layer's caches and computes the layer.
 
     Args:
         flat: the layer.
-        rotary: its rotary embedding.
-        cache: its cache; donated.
+        rotaries: its rotary embedding, for every group.
+        caches: its caches; donated.
         counters: counters of all layers.
-        x: residual stream; donated.
+        x: residual stream of the rows of all groups; donated.
         positions: number of tokens of each row before these.
         lengths: number of these tokens of each row.
-        prefix: the frozen prefixes that the rows share.
-        scorer: the layer's coefficients of predicted scores, if its policy requires them.
+        prefixes: the frozen prefixes that the rows share.
+        scorers: the layer's coefficients of predicted scores, where a policy requires them.
 
     Returns:
-        The residual stream, the cache, and the counters of all layers afterwards.
+        The residual stream, the caches, and the counters of all layers afterwards.
     """
-    layer = flat.module
-    angles = rotation(rotary, positions[:, None] + jnp.arange(x.shape[1]))
-    query, keys, values = layer.project(x, *angles)
-    scores = None
-    if scorer is not None:
-        scores = predict_log_scores(scorer.T, layer.normalize(x), positions).swapaxes(1, 2)
-    attended, cache, counters = kvjax.step(
-        cache,
-        counters,
-        query,
-        keys,
-        values,
-        lengths,
-        sink_logits=layer.sink_logits,
-        predicted_scores=scores,
-        compact_when_full=False,
-        prefix=prefix,
-    )
-    return constrain_to_batch(layer.finish(x, attended), cache.mesh), cache, counters
+    layer, sizes = flat.module, [len(one) for one in positions]
+    places = [one[:, None] + jnp.arange(x.shape[1]) for one in positions]
+    query, keys, values = layer.project(x, *_concatenate(list(map(rotation, rotaries, places))))
+    normalized = None if all(one is None for one in scorers) else layer.normalize(x)
+    parts = [_split(one, sizes) for one in (query, keys, values, normalized)]
+    attended, new_caches, new_counters = [], [], []
+    for group, (cache, scorer) in enumerate(zip(caches, scorers, strict=True)):
+        *projected, group_normalized = (part[group] for part in parts)
+        scores = None
+        if scorer is not None:
+            scores = predict_log_scores(scorer.T, group_normalized, positions[group]).swapaxes(1, 2)
+        output, cache, group_counters = kvjax.step(
+            cache,
+            counters[group],
+            *projected,
+            lengths[group],
+            sink_logits=layer.sink_logits,
+            predicted_scores=scores,
+            compact_when_full=False,
+            prefix=prefixes[group],
+        )
+        attended.append(output)
+        new_caches.append(cache)
+        new_counters.append(group_counters)
+    x = constrain_to_batch(layer.finish(x, _concatenate(attended)), caches[0].mesh)
+    return x, tuple(new_caches), tuple(new_counters)
 
 
-@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state", "x"))
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("states", "x"))
 def step_recurrent_layer(
     flat: _Flat[RecurrentLayer],
     mesh: Mesh | None,
-    state: RecurrentState,
+    states: tuple[RecurrentState, ...],
     x: Float[Array, "B T W"],
-    lengths: Int[Array, "B"],
-) -> tuple[Float[Array, "B T W"], RecurrentState]:
-    """Computes a layer with a recurrent state.
+    lengths: tuple[Int[Array, "b"], ...],
+) -> tuple[Float[Array, "B T W"], tuple[RecurrentState, ...]]:
+    """Computes a layer with recurrent states.
 
     Args:
         flat: the layer.
         mesh: mesh of the model.
-        state: its state before the tokens; donated.
-        x: residual stream of new tokens; donated.
+        states: its states before the tokens, of every group; donated.
+        x: residual stream of new tokens of the rows of all groups; donated.
         lengths: number of these tokens of each row.
 
     Returns:
-        The residual stream, and the state after the tokens.
+        The residual stream, and the states after the tokens.
     """
-    x, state = flat.module(x, state, lengths)
-    return constrain_to_batch(x, mesh), state
+    x, new_states = flat.module(x, _concatenate(states), _concatenate(lengths))
+    return constrain_to_batch(x, mesh), tuple(_split(new_states, [len(one) for one in lengths]))
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
@@ -431,43 +533,54 @@ def _embed(outer: _Flat[Llama], mesh: Mesh | None, tokens: Int[Array, "B T"]) ->
     return constrain_to_batch(outer.module.embed(tokens), mesh)
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "eos"), donate_argnames=("rows",))
+@functools.partial(jax.jit, static_argnames=("mesh", "eos"), donate_argnames=("groups",))
 def _sample_token(
-    outer: _Flat[Llama], mesh: Mesh | None, eos: tuple[int, ...], rows: GenerationState
-) -> tuple[GenerationState, SampledTokens, Float[Array, "B 1 W"], Int[Array, "B"]]:
+    outer: _Flat[Llama], mesh: Mesh | None, eos: tuple[int, ...], groups: tuple[GenerationState, ...]
+) -> tuple[tuple[GenerationState, ...], SampledTokens, Float[Array, "B 1 W"], tuple[Int[Array, "b"], ...]]:
     """Samples a token per running row; returns the rows, the tokens, their embeddings and their numbers."""
-    keys = jax.vmap(jax.random.split)(rows.sampling_keys)
-    sampled = sample(rows.logits, keys[:, 0], rows.sampling)
-    running = ~rows.done
-    new_keys, old_keys = jax.random.key_data(keys[:, 1]), jax.random.key_data(rows.sampling_keys)
-    is_end = jnp.isin(sampled.token, jnp.asarray(eos, jnp.int32)) if eos else jnp.zeros_like(running)
-    rows = dataclasses.replace(
-        rows,
-        sampling_keys=jax.random.wrap_key_data(jnp.where(running[:, None], new_keys, old_keys)),
-        done=rows.done | is_end | (rows.positions + running >= rows.max_positions),
-    )
-    x = constrain_to_batch(outer.module.embed(jnp.where(running, sampled.token, 0)[:, None]), mesh)
-    sampled = sampled._replace(token=jnp.where(running, sampled.token, NO_TOKEN))
-    return rows, sampled, x, running.astype(jnp.int32)
+    new_groups, new_tokens, counts = [], [], []
+    for rows in groups:
+        keys = jax.vmap(jax.random.split)(rows.sampling_keys)
+        sampled = sample(rows.logits, keys[:, 0], rows.sampling)
+        running = ~rows.done
+        new_keys, old_keys = jax.random.key_data(keys[:, 1]), jax.random.key_data(rows.sampling_keys)
+        is_end = jnp.isin(sampled.token, jnp.asarray(eos, jnp.int32)) if eos else jnp.zeros_like(running)
+        rows = dataclasses.replace(
+            rows,
+            sampling_keys=jax.random.wrap_key_data(jnp.where(running[:, None], new_keys, old_keys)),
+            done=rows.done | is_end | (rows.positions + running >= rows.max_positions),
+        )
+        new_groups.append(rows)
+        new_tokens.append(sampled._replace(token=jnp.where(running, sampled.token, NO_TOKEN)))
+        counts.append(running.astype(jnp.int32))
+    sampled = _concatenate(new_tokens)
+    x = constrain_to_batch(outer.module.embed(jnp.maximum(sampled.token, 0)[:, None]), mesh)
+    return tuple(new_groups), sampled, x, tuple(counts)
 
 
-@functools.partial(jax.jit, donate_argnames=("rows",))
+@functools.partial(jax.jit, donate_argnames=("groups",))
 def _next_logits(
     outer: _Flat[Llama],
-    rows: GenerationState,
+    groups: tuple[GenerationState, ...],
     token: Int[Array, "B"],
     x: Float[Array, "B 1 W"],
-    lengths: Int[Array, "B"],
-) -> GenerationState:
+    lengths: tuple[Int[Array, "b"], ...],
+) -> tuple[GenerationState, ...]:
     """Returns the rows after a decode step, without caches and `done`."""
-    running, logits = lengths > 0, outer.module.logits(x[:, 0])
-    return dataclasses.replace(
-        rows,
-        logits=jnp.where(running[:, None], logits, rows.logits),
-        positions=rows.positions + lengths,
-        sampling=with_answer(rows.sampling, token, running),
-        not_finite=rows.not_finite + (running & ~is_finite(logits)),
-    )
+    sizes, new_groups = [len(one) for one in lengths], []
+    parts = zip(groups, _split(outer.module.logits(x[:, 0]), sizes), _split(token, sizes), lengths, strict=True)
+    for rows, logits, tokens, counts in parts:
+        running = counts > 0
+        new_groups.append(
+            dataclasses.replace(
+                rows,
+                logits=jnp.where(running[:, None], logits, rows.logits),
+                positions=rows.positions + counts,
+                sampling=with_answer(rows.sampling, tokens, running),
+                not_finite=rows.not_finite + (running & ~is_finite(logits)),
+            )
+        )
+    return tuple(new_groups)
 
 
 @jax.jit

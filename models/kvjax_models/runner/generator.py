@@ -220,42 +220,51 @@ class Generator:
             return f"a full bfloat16 cache takes {format_bytes(sizes['full_cache_bytes'])}"
         return f"{share:.1%} of a full bfloat16 cache"
 
-    def init_state(self, seed: int = 0, sampling: Sampling | Sequence[Sampling] = GREEDY) -> GenerationState:
+    def init_state(
+        self,
+        seed: int | Sequence[int] = 0,
+        sampling: Sampling | Sequence[Sampling] = GREEDY,
+        layers: Sequence[tuple[kvjax.Cache, kvjax.Counters]] | None = None,
+    ) -> GenerationState:
         """Returns a state with empty caches.
 
         Args:
             seed: seed of sampling and of the policies; the random numbers of a row depend on the seed and its index.
+                Or a seed for every row, which then has the random numbers of row 0.
             sampling: parameters of sampling of all rows, or of each; greedy by default.
+            layers: caches of all layers with their counters, in place of empty ones.
 
         Returns:
             The state.
 
         Raises:
-            ValueError: if the seed is invalid, or there is not one value of `sampling` per row.
+            ValueError: if a seed is invalid, or there is not one value per row.
         """
         samplings = [sampling] * self.batch if isinstance(sampling, Sampling) else list(sampling)
         if len(samplings) != self.batch:
             raise ValueError(f"sampling must have one value per row, got {len(samplings)} for {self.batch} rows")
+        seeds = state_lib.row_seeds(self.batch, seed)
+        if layers is None:
+            layers = list(state_lib.init_layers(self.policies, self.specs, self.mesh, seeds))
         state = state_lib.init_state(
-            self.policies,
-            self.specs,
+            layers,
             self.config.vocab_size,
             self.mesh,
-            state_lib.check_seed(seed),
+            seeds,
             samplings,
             self.context_tokens,
             state_lib.init_recurrent(self.config, self.batch, self.model.embedding.param_dtype, self.mesh),
         )
         return state if self.mesh is None else state_lib.shard_on_mesh(state, self.mesh)
 
-    def reseed(self, state: GenerationState, seed: int) -> GenerationState:
+    def reseed(self, state: GenerationState, seed: int | Sequence[int]) -> GenerationState:
         """Returns a state whose sampling continues as if it had been created with another seed.
 
         Args:
             state: a state, which may come from a generator with another batch size.
-            seed: the seed. The randomness of the caches does not change.
+            seed: as for `init_state`. The randomness of the caches does not change.
         """
-        keys = state_lib.row_keys(self.batch, state_lib.check_seed(seed))[1]
+        keys = state_lib.row_keys(state_lib.row_seeds(self.batch, seed))[1]
         key_data = replicate(np.asarray(jax.random.key_data(keys)), self.mesh)
         return dataclasses.replace(state, sampling_keys=jax.random.wrap_key_data(key_data))
 

@@ -36,7 +36,7 @@ def lower_decode(
         model = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), model)
     # Arguments of the form that `decode_block` passes, so that a state's own program is not compiled again.
     return decode_program.lower(
-        model, generator.mesh, generator.eos, generator.block_size, state, steps, None, generator.scorer
+        model, generator.mesh, generator.eos, generator.block_size, (state,), steps, (None,), (generator.scorer,)
     )
 
 

@@ -11,14 +11,16 @@ from typing import Any
 
 import kvjax
 from kvjax.budget import row_bytes, row_read_bytes
-from kvjax.cache import layer_policy
+from kvjax.cache import is_resizable, layer_policy
 from kvjax.combinators.combined import CombinedPolicies
+from kvjax.distributed.collectives import SEQUENCE
 from kvjax.messages import shorten
 from kvjax.policy import Policy
 from kvjax.quantization import KVDtype
 from kvjax.spec import check_integer
 from kvjax_models.model.llama import Llama
 from kvjax_models.runner.state import cache_specs
+from kvjax_models.sharding import mesh_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Plan:
         policies: policy of every layer with attention. Layers with a sliding window cache exactly their window.
         specs: spec of the cache of each of these layers, with one batch row.
         block_size: tokens between two compactions of all layers.
+        is_resizable: whether the caches hold every token, so that rows can move to caches of another capacity.
 
     Raises:
         ValueError: if a value is invalid, or a policy does not support streaming.
@@ -56,6 +59,7 @@ class Plan:
     policies: tuple[Policy, ...] = dataclasses.field(init=False)
     specs: tuple[kvjax.CacheSpec, ...] = dataclasses.field(init=False)
     block_size: int = dataclasses.field(init=False)
+    is_resizable: bool = dataclasses.field(init=False)
 
     def __post_init__(self, model: Llama, policy: Policy | Sequence[Policy]) -> None:
         def set_field(name: str, value: Any) -> None:
@@ -84,7 +88,17 @@ class Plan:
         if self.streaming and (unsupported := [one for one in self.policies if one.requires.entire_prompt]):
             raise ValueError(f"{unsupported[0]} compresses entire prompts; set streaming=False")
         set_field("block_size", min(specs[0].max_new_tokens, *(one.compact_every for one in self.policies)))
+        mesh = mesh_of(model)
+        shards = 1 if mesh is None else mesh.shape[SEQUENCE]
+        sizes: dict[str, Any] = {"staging_slots": self.block_size, "sequence_shards": shards}
+        layers_of_plan = zip(self.policies, (dataclasses.replace(spec, **sizes) for spec in specs), strict=True)
+        set_field("is_resizable", all(is_resizable(*layer) for layer in layers_of_plan))
         set_field("specs", tuple(dataclasses.replace(spec, staging_slots=self.block_size) for spec in specs))
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of tokens of a row."""
+        return self.specs[0].capacity
 
     @property
     def scoring_policy(self) -> Policy | None:

@@ -108,23 +108,21 @@ def cache_specs(
 
 
 def init_state(
-    policies: tuple[Policy, ...],
-    specs: tuple[kvjax.CacheSpec, ...],
+    layers: Sequence[tuple[kvjax.Cache, kvjax.Counters]],
     vocab_size: int,
     mesh: Mesh | None,
-    seed: np.uint32,
+    seeds: Int[np.ndarray, "B 2"],
     samplings: Sequence[Sampling],
     context_tokens: int,
     recurrent: tuple[RecurrentState, ...] = (),
 ) -> GenerationState:
-    """Creates a state with empty caches; layers with equal caches share one compiled program.
+    """Creates the state of sequences without tokens.
 
     Args:
-        policies: cache policy of every layer.
-        specs: cache spec of every layer.
+        layers: caches of all layers with their counters (`init_layers`).
         vocab_size: size of the vocabulary.
         mesh: mesh of the caches.
-        seed: seed of the random keys.
+        seeds: seeds of the rows (`row_seeds`).
         samplings: parameters of sampling of every row.
         context_tokens: maximum number of tokens of a sequence.
         recurrent: states of the layers without caches (`init_recurrent`).
@@ -132,34 +130,36 @@ def init_state(
     Returns:
         The state.
     """
-    layers = list(init_layers(policies, specs, mesh, seed))
     return GenerationState(
         layers=tuple(cache for cache, _ in layers),
         counters=layers[-1][1],
         sampling=row_sampling(samplings, vocab_size, mesh),
         recurrent=recurrent,
         context_tokens=context_tokens,
-        **_init_rows(specs[0].batch, vocab_size, mesh, seed),
+        **_init_rows(vocab_size, mesh, seeds),
     )
 
 
 def init_layers(
-    policies: tuple[Policy, ...], specs: tuple[kvjax.CacheSpec, ...], mesh: Mesh | None, seed: np.uint32
+    policies: tuple[Policy, ...],
+    specs: tuple[kvjax.CacheSpec, ...],
+    mesh: Mesh | None,
+    seeds: Int[np.ndarray, "B 2"],
 ) -> Iterator[tuple[kvjax.Cache, kvjax.Counters]]:
-    """Creates the empty caches of a state one by one.
+    """Creates the empty caches of a state one by one; layers with equal caches share one compiled program.
 
     Args:
         policies: cache policy of every layer.
         specs: cache spec of every layer.
         mesh: mesh of the caches.
-        seed: seed of the random keys.
+        seeds: seeds of the rows (`row_seeds`).
 
     Yields:
         Every layer's cache and counters.
     """
     for number, equal in enumerate(first_equal_layers(policies, specs, mesh)):
         # Its own policy, because equal caches may differ in data that `init` writes (the heads of a `ByHead`).
-        yield _init_layer(policies[number], specs[equal], mesh, seed, np.int32(number))
+        yield _init_layer(policies[number], specs[equal], mesh, seeds, np.int32(number))
 
 
 @functools.lru_cache(maxsize=64)
@@ -170,7 +170,8 @@ def first_equal_layers(
     first: dict[Any, int] = {}
     numbers = []
     for number, (policy, spec) in enumerate(zip(policies, specs, strict=True)):
-        shapes = jax.eval_shape(functools.partial(_init_layer, policy, spec, mesh), np.uint32(0), np.int32(number))
+        init = functools.partial(_init_layer, policy, spec, mesh)
+        shapes = jax.eval_shape(init, row_seeds(spec.batch, 0), np.int32(number))
         leaves, structure = jax.tree.flatten(shapes)
         numbers.append(first.setdefault((structure, tuple((x.shape, x.dtype) for x in leaves)), number))
     return tuple(numbers)
@@ -179,10 +180,10 @@ def first_equal_layers(
 # Compiled so that every field gets its own buffer, which donation requires.
 @functools.partial(jax.jit, static_argnames=("policy", "spec", "mesh"))
 def _init_layer(
-    policy: Policy, spec: kvjax.CacheSpec, mesh: Mesh | None, seed: Int[Array, ""], number: Int[Array, ""]
+    policy: Policy, spec: kvjax.CacheSpec, mesh: Mesh | None, seeds: Int[Array, "B 2"], number: Int[Array, ""]
 ) -> tuple[kvjax.Cache, kvjax.Counters]:
     """Returns the empty cache of layer `number` and its counters."""
-    layer_keys = jax.vmap(lambda key: jax.random.fold_in(key, number))(row_keys(spec.batch, seed)[0])
+    layer_keys = jax.vmap(lambda key: jax.random.fold_in(key, number))(row_keys(seeds)[0])
     return kvjax.init(policy, spec, layer_keys, mesh)
 
 
@@ -205,15 +206,16 @@ def _init_recurrent(sizes: RecurrentSizes, batch: int, dtype: np.dtype, mesh: Me
     return constrain_states(sizes.init_state(batch, dtype), mesh)
 
 
-@functools.partial(jax.jit, static_argnames=("batch", "vocab_size", "mesh"))
-def _init_rows(batch: int, vocab_size: int, mesh: Mesh | None, seed: Int[Array, ""]) -> dict[str, Array]:
+@functools.partial(jax.jit, static_argnames=("vocab_size", "mesh"))
+def _init_rows(vocab_size: int, mesh: Mesh | None, seeds: Int[Array, "B 2"]) -> dict[str, Array]:
     """Returns the fields of an empty state that are not caches."""
+    batch = seeds.shape[0]
     fields = {
         "logits": jnp.zeros((batch, vocab_size), jnp.float32),
         "positions": jnp.zeros(batch, jnp.int32),
         "done": jnp.zeros(batch, bool),
         "max_positions": jnp.full(batch, jnp.iinfo(jnp.int32).max),
-        "sampling_keys": row_keys(batch, seed)[1],
+        "sampling_keys": row_keys(seeds)[1],
         "not_finite": jnp.zeros(batch, jnp.int32),
     }
     if mesh is None:
@@ -224,18 +226,35 @@ def _init_rows(batch: int, vocab_size: int, mesh: Mesh | None, seed: Int[Array, 
     }
 
 
-def row_keys(batch: int, seed: Int[Array, ""] | np.uint32) -> Key[Array, "2 B"]:
-    """Returns the keys of every row's caches and of its sampling.
+def row_seeds(batch: int, seed: int | Sequence[int]) -> Int[np.ndarray, "B 2"]:
+    """Returns what the random numbers of every row depend on: a seed and an index, uint32.
 
     Args:
         batch: number of rows.
-        seed: seed of the keys.
+        seed: one seed, with which rows differ in their index, or a seed for every row, which all have index 0: a row
+            then has the random numbers that it would have alone.
+
+    Raises:
+        ValueError: if a seed is invalid, or there is not one per row.
     """
-    rows = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(batch))
+    if not isinstance(seed, list | tuple):
+        return np.stack([np.full(batch, check_seed(seed)), np.arange(batch, dtype=np.uint32)], axis=1)
+    if len(seed) != batch:
+        raise ValueError(f"seed must have one value per row, got {len(seed)} for {batch} rows")
+    return np.array([(check_seed(one), 0) for one in seed], np.uint32)
+
+
+def row_keys(seeds: Int[Array | np.ndarray, "B 2"]) -> Key[Array, "2 B"]:
+    """Returns the keys of every row's caches and of its sampling.
+
+    Args:
+        seeds: seeds of the rows (`row_seeds`).
+    """
+    rows = jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed[0]), seed[1]))(jnp.asarray(seeds))
     return jax.vmap(jax.random.split, out_axes=1)(rows)
 
 
-def check_seed(seed: int) -> np.uint32:
+def check_seed(seed: Any) -> np.uint32:
     """Returns a seed as uint32; JAX would truncate larger integers silently.
 
     Raises:

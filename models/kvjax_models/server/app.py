@@ -213,6 +213,11 @@ class _Handlers:
                 f"{longest} tokens of the prompt exceed max_prompt_tokens={limit_of_prompts}; shorten it",
                 code="context_length_exceeded",
             )
+        limit_of_answers = worker.settings.max_new_tokens
+        if document is None and (body.limit() or 1) > limit_of_answers:
+            raise RequestError(
+                f"max_tokens={body.limit()} exceeds the server's max_new_tokens={limit_of_answers}", param="max_tokens"
+            )
         prompts = [prompt for prompt in prompts for _ in range(body.n)]
         seed = secrets.randbits(32) if body.seed is None else body.seed
         return Job(prompts, document, sampling, stop, body.limit(), seed, conversation)

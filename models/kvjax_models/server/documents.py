@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import filelock
@@ -37,18 +37,22 @@ _PARTIAL = ".partial-"  # start of the names of directories that are not complet
 class Documents:
     """Documents by id."""
 
-    def __init__(self, cache: CachedModel, settings: Settings, conversations: Conversations) -> None:
+    def __init__(
+        self, cache: CachedModel, settings: Settings, conversations: Conversations, row_bytes: Callable[[], int]
+    ) -> None:
         """Opens the directory of documents.
 
         Args:
             cache: the model, with policy and budget of new documents.
             settings: sizes of the server, directory and limit of bytes.
             conversations: caches that make room for documents.
+            row_bytes: returns the bytes that rows need.
 
         Raises:
             OSError: if the directory cannot be written to.
         """
         self._cache, self._settings, self._conversations = cache, settings, conversations
+        self._row_bytes = row_bytes
         self._in_memory: collections.OrderedDict[str, Document] = collections.OrderedDict()  # oldest use first
         self._lock: filelock.BaseFileLock | None = None
         self._directory = None if settings.documents_dir is None else pathlib.Path(settings.documents_dir)
@@ -76,6 +80,24 @@ class Documents:
     def held_bytes(self) -> int:
         """Bytes of the documents in memory."""
         return sum(one.prefix.held_bytes for one in [*self._in_memory.values()])
+
+    def fixed_bytes(self, document: Document | None = None) -> int:
+        """Returns the bytes of documents that must stay in memory.
+
+        Args:
+            document: a document in use.
+        """
+        if self._directory is None:
+            return self.held_bytes
+        return 0 if document is None else document.prefix.held_bytes
+
+    def make_room(self, needed: int) -> None:
+        """Leaves documents to the directory until some bytes are free; the one used most recently stays."""
+        limit = self._settings.cache_bytes
+        if limit is None or self._directory is None:
+            return
+        while len(self) > 1 and self.held_bytes + needed > limit:
+            self._in_memory.popitem(last=False)
 
     def get(self, name: str) -> Document:
         """Returns a document, which is read from the directory if it is not in memory.
@@ -215,10 +237,10 @@ class Documents:
     def _check_bytes(self, document: Document) -> None:
         """Checks that a document fits, if the others stay or can be read again."""
         limit, needed = self._settings.cache_bytes, document.prefix.held_bytes
-        held = self.held_bytes if self._directory is None else 0
+        held = self.fixed_bytes() + (self._row_bytes() if self._directory is None else 0)
         if limit is not None and held + needed > limit:
             raise RequestError(
-                f"the document takes {format_bytes(needed)} and others {format_bytes(held)} of "
+                f"the document takes {format_bytes(needed)} and others and rows {format_bytes(held)} of "
                 f"cache_bytes={format_bytes(limit)}; delete others, or shorten the text",
                 507,
                 code="documents_full",
@@ -227,9 +249,7 @@ class Documents:
     def _insert(self, name: str, document: Document) -> None:
         """Holds a document in memory; the ones used least recently are in the directory only."""
         self._in_memory[name] = document
-        limit = self._settings.cache_bytes
-        while limit is not None and len(self) > 1 and self.held_bytes > limit:
-            self._in_memory.popitem(last=False)
+        self.make_room(self._row_bytes())
         self._conversations.trim()
 
     def _save(self, document: Document, path: pathlib.Path) -> None:

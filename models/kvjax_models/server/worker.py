@@ -1,7 +1,7 @@
-"""The thread that owns the model: it reads documents and runs engines; handlers queue jobs and await their outputs.
+"""The thread that owns the model: it reads documents and runs the engine; handlers queue jobs and await their outputs.
 
-Plain prompts run in one engine. Every document that is asked has an engine whose rows share its entries. Each turn of
-the loop runs the handlers' commands, one step of reading a document, and one step of every engine with requests.
+One engine answers prompts and questions to all documents. Each turn of the loop runs the handlers' commands, one step
+of reading a document, and one step of the engine.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import dataclasses
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 import kvjax
 from kvjax.budget import format_bytes
+from kvjax.spec import MAX_TOKENS
 from kvjax_models.cache import CachedModel
 from kvjax_models.document import Document
 from kvjax_models.engine import Engine, Output, seed_of_prompt
@@ -69,8 +70,8 @@ class Job:
             self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
 
 
-class _Lane:
-    """An engine, and the jobs of its requests."""
+class _Jobs:
+    """The jobs whose sequences are requests of an engine."""
 
     def __init__(self, engine: Engine, conversations: Conversations) -> None:
         self.engine, self._conversations = engine, conversations
@@ -86,17 +87,17 @@ class _Lane:
             for index, prompt in enumerate(job.prompts):
                 suffix = prompt[job.num_reused :]
                 limit = job.max_new_tokens
-                if limit is None:  # what capacity and context leave; if that is nothing, the engine raises an error
-                    before, capacity = 0, default_limit - _num_later(prompt, prefix)
-                    if job.document is not None:
-                        before, capacity = job.document.num_tokens, job.document.max_new_tokens - len(prompt)
-                    context = self.engine.generator.config.max_length - before - len(prompt)
-                    limit = max(min(capacity, context), 1)
+                if limit is None and job.document is None:
+                    limit = (
+                        default_limit if prefix is None else min(default_limit, _capacity_after(prefix) - len(suffix))
+                    )
                 seed = seed_of_prompt(job.seed, index)
-                options: Any = {"sampling": job.sampling, "stop": job.stop, "max_new_tokens": limit, "seed": seed}
+                options: Any = {"sampling": job.sampling, "stop": job.stop, "seed": seed}
                 # The `n` answers to one prompt share its prefill.
                 options |= {"prompt_seed": seed_of_prompt(job.seed, first.setdefault(tuple(prompt), index))}
                 options |= {"keep": job.conversation is not None}
+                options |= {"room": None if job.conversation is None else default_limit}
+                options |= {"max_new_tokens": limit, "fit_context": job.max_new_tokens is None}
                 numbers.append(self.engine.add(suffix, job.document if prefix is None else prefix, **options))
         except BaseException:
             for number in numbers:
@@ -109,10 +110,10 @@ class _Lane:
         if job.conversation is None:
             return None
         prefix = self._conversations.find(job.document, job.conversation, job.prompts[0])
-        if prefix is not None and job.document is None:
+        if prefix is not None:
             # Without a limit, a short answer is not worth the time that a continued row saves.
             needed = max(default_limit // 2, 1) if job.max_new_tokens is None else job.max_new_tokens
-            if _num_later(job.prompts[0], prefix) + needed > default_limit:
+            if len(job.prompts[0]) - len(prefix.tokens) + needed > _capacity_after(prefix):
                 return None
         return prefix
 
@@ -159,9 +160,11 @@ class _Lane:
             job.send(Output(index, text, [], None))
 
 
-def _num_later(prompt: Sequence[int], prefix: Prefix | None) -> int:
-    """Returns how many tokens of a prompt come after the first prompt of the conversation that it continues."""
-    return 0 if prefix is None else len(prompt) - prefix.num_first
+def _capacity_after(prefix: Prefix) -> int:
+    """Returns how many further tokens a row with a prefix may have."""
+    if prefix.generator.plan.is_resizable:  # a full cache grows
+        return MAX_TOKENS
+    return prefix.num_first + prefix.generator.max_new_tokens - len(prefix.tokens)
 
 
 class Worker:
@@ -191,15 +194,14 @@ class Worker:
         self.settings, self._load, self._name, self._on_failure = settings, load, name, on_failure
         self.cache: CachedModel | None = None
         self.documents: Documents | None = None
-        self._generator: Generator | None = None  # of plain prompts
-        limit = math.inf if settings.cache_bytes is None else settings.cache_bytes
-        self.conversations = Conversations(settings.conversations, lambda: limit - self.held_bytes)
+        self._longest: Generator | None = None  # the row of the longest prompt and answer
+        self.conversations = Conversations(settings.conversations, self._conversation_bytes)
         self.error: BaseException | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._calls: set[Future[Any]] = set()
         self._waiting: collections.deque[Job] = collections.deque()  # for an engine
         self._readings: collections.deque[tuple[Future[Any], Iterator[Any]]] = collections.deque()
-        self._lanes: dict[Document | None, _Lane] = {}
+        self._jobs: _Jobs | None = None
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._is_stopping = False
         self._lock, self._is_closed = threading.Lock(), False  # closed: nobody runs commands any more
@@ -226,14 +228,13 @@ class Worker:
     @property
     def num_rows(self) -> int:
         """Batch rows that requests occupy."""
-        return sum(lane.engine.generator.batch - lane.engine.num_free_rows for lane in [*self._lanes.values()])
+        return 0 if self._jobs is None else self.settings.rows - self._jobs.engine.num_free_rows
 
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for a row."""
-        return sum(len(job.prompts) for job in [*self._waiting]) + sum(
-            lane.engine.num_waiting for lane in [*self._lanes.values()]
-        )
+        waiting = sum(len(job.prompts) for job in [*self._waiting])
+        return waiting if self._jobs is None else waiting + self._jobs.engine.num_waiting
 
     @property
     def num_readings(self) -> int:
@@ -243,24 +244,40 @@ class Worker:
     @property
     def num_max_sequences(self) -> int:
         """Sequences that run and wait, at most."""
-        lane = self._lanes.get(None)
-        return self.settings.max_queue + (lane.engine.generator.batch if lane is not None else 0)
+        return self.settings.max_queue + self.settings.rows
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the documents in memory."""
         return 0 if self.documents is None else self.documents.held_bytes
 
+    def _conversation_bytes(self) -> float:
+        """Returns the bytes that documents and rows, also of waiting requests, leave for conversations."""
+        if self.settings.cache_bytes is None:
+            return math.inf
+        return self.settings.cache_bytes - self.held_bytes - self._row_bytes()
+
+    def _row_bytes(self) -> int:
+        """Returns the bytes that rows need; documents leave a quarter of the memory, or the longest row, to them."""
+        assert self._longest is not None
+        reserve = min(self._longest.row_bytes, (self.settings.cache_bytes or 0) // 4)
+        return max(reserve, 0 if self._jobs is None else self._jobs.engine.needed_bytes)
+
+    def _limit_rows(self, held_bytes: int) -> None:
+        """Gives rows the memory besides some bytes."""
+        if self.settings.cache_bytes is not None and self._jobs is not None:
+            self._jobs.engine.max_bytes = max(self.settings.cache_bytes - held_bytes, 1)
+
     def _describe(self) -> str:
-        """Returns policy, budget, rows and bytes of plain prompts."""
-        assert self.cache is not None and self._generator is not None
-        generator, cache = self._generator, self.cache
+        """Returns policy, budget, and rows with their bytes."""
+        assert self.cache is not None and self._longest is not None
+        generator, cache = self._longest, self.cache
         heads = "" if cache.heads is None else ", budgets by head"
         formats = "" if generator.kv_dtype is None else f" in {generator.kv_dtype}"
         return (
-            f"policy {cache.policy}, budget {cache.budget or 'none'}{heads}{formats}, {generator.batch} rows of "
-            f"{generator.max_prompt_tokens} + {generator.max_new_tokens} tokens, "
-            f"{format_bytes(generator.batch * generator.row_bytes)} of caches"
+            f"policy {cache.policy}, budget {cache.budget or 'none'}{heads}{formats}, up to {self.settings.rows} rows, "
+            f"each with {format_bytes(generator.row_bytes)} for {self.settings.max_prompt_tokens} + "
+            f"{self.settings.max_new_tokens} tokens, and less for fewer"
         )
 
     def is_exact(self, document: Document | None) -> bool:
@@ -269,7 +286,7 @@ class Worker:
         Args:
             document: the document of a request; None for a plain prompt.
         """
-        generator = self._generator if document is None else document.prefix.generator
+        generator = self._longest if document is None else document.prefix.generator
         assert generator is not None
         stored = jnp.dtype(generator.model.embedding.param_dtype).name
         is_full = all(isinstance(policy, kvjax.Exact | kvjax.SlidingWindow) for policy in generator.policies)
@@ -320,16 +337,17 @@ class Worker:
             cache = self._load()
             self.settings = _with_limits(self.settings, cache.llm.model.config.max_length)
             self.cache = cache
-            self._generator = self._plain_lane().engine.generator
-            _check_share(cache, self._generator)
-            self.documents = Documents(cache, self.settings, self.conversations)
+            lengths: Any = (self.settings.max_prompt_tokens, self.settings.max_new_tokens)
+            self._longest = cache.rows(*lengths)[-1]
+            _check_share(cache, self._longest)
+            self._jobs = self._make_jobs()
+            self.documents = Documents(cache, self.settings, self.conversations, self._row_bytes)
             logger.info("%s is loaded: %s", self._name, self._describe())
             while not self._is_stopping:
                 self._run_commands()
                 self._start_jobs()
                 self._read_step()
-                for document, lane in [*self._lanes.items()]:
-                    self._step(document, lane)
+                self._step()
         except BaseException as error:
             self.error = error
             # The command prints invalid options and missing files as one line.
@@ -342,7 +360,7 @@ class Worker:
 
     @property
     def _is_idle(self) -> bool:
-        return not (self._readings or any(lane.engine.has_unfinished for lane in self._lanes.values()))
+        return not (self._readings or (self._jobs is not None and self._jobs.engine.has_unfinished))
 
     def _run_commands(self) -> None:
         """Runs all commands; waits for one if no request runs."""
@@ -355,58 +373,42 @@ class Worker:
             if self._is_stopping:
                 return
 
-    def _plain_lane(self) -> _Lane:
+    def _make_jobs(self) -> _Jobs:
         assert self.cache is not None
-        settings = self.settings
-        assert settings.max_prompt_tokens is not None
-        if None not in self._lanes:
-            engine = self.cache.engine(
-                rows=settings.rows,
-                max_prompt_tokens=settings.max_prompt_tokens,
-                max_new_tokens=settings.max_new_tokens,
-                max_prefill_steps=settings.max_prefill_steps,
-                stream_interval=settings.stream_interval,
-            )
-            self._lanes[None] = _Lane(engine, self.conversations)
-        return self._lanes[None]
+        engine = self.cache.engine(
+            rows=self.settings.rows,
+            max_prefill_tokens=self.settings.max_prefill_tokens,
+            stream_interval=self.settings.stream_interval,
+        )
+        return _Jobs(engine, self.conversations)
 
     def _start_jobs(self) -> None:
-        """Adds waiting jobs to their engines; jobs of further documents wait until a document has no requests."""
-        for job in [*self._waiting]:
+        """Adds waiting jobs to the engine."""
+        assert self._jobs is not None and self.documents is not None
+        while self._waiting:
+            job = self._waiting.popleft()
+            self._limit_rows(self.documents.fixed_bytes(job.document))  # the others make room
             try:
-                if (lane := self._find_lane(job.document)) is None:
-                    continue
-                lane.add(job, self.settings.max_new_tokens)
+                self._jobs.add(job, self.settings.max_new_tokens)
             except ValueError as error:
                 job.send(RequestError(str(error).replace("max_new_tokens=", "max_tokens=")))
             except Exception as error:
                 job.send(report(error, "a request could not be started"))
-            self._waiting.remove(job)
 
-    def _find_lane(self, document: Document | None) -> _Lane | None:
-        if document is None:
-            return self._plain_lane()
-        if document not in self._lanes:
-            if len(self._lanes) > self.settings.documents:  # and the lane of plain prompts
-                return None
-            settings = self.settings
-            options = {"max_prefill_steps": settings.max_prefill_steps, "stream_interval": settings.stream_interval}
-            engine = document.engine(rows=settings.document_rows, **options)
-            self._lanes[document] = _Lane(engine, self.conversations)
-        return self._lanes[document]
-
-    def _step(self, document: Document | None, lane: _Lane) -> None:
-        """Runs a step of an engine; an unexpected error ends its requests, and the next one gets a new engine."""
-        try:
-            if lane.engine.has_unfinished:
-                lane.step()
-        except Exception as error:
-            logger.exception("an engine has failed")
-            lane.fail(RequestError(f"the engine failed: {type(error).__name__}", 500))
-            del self._lanes[document]
+    def _step(self) -> None:
+        """Runs a step of the engine; an unexpected error ends its requests, and the next ones get a new engine."""
+        assert self._jobs is not None and self.documents is not None
+        if not self._jobs.engine.has_unfinished:
             return
-        if document is not None and not lane.engine.has_unfinished:
-            del self._lanes[document]
+        self.documents.make_room(self._row_bytes())
+        self.conversations.trim()
+        self._limit_rows(self.held_bytes + self.conversations.held_bytes)
+        try:
+            self._jobs.step()
+        except Exception as error:
+            logger.exception("the engine has failed")
+            self._jobs.fail(RequestError(f"the engine failed: {type(error).__name__}", 500))
+            self._jobs = self._make_jobs()
 
     def _read_step(self) -> None:
         if not self._readings:
@@ -428,8 +430,8 @@ class Worker:
     def _abort(self, job: Job) -> None:
         if job in self._waiting:
             self._waiting.remove(job)
-        elif job.document in self._lanes:
-            self._lanes[job.document].abort(job)
+        elif self._jobs is not None:
+            self._jobs.abort(job)
 
     def _fail_all(self) -> None:
         """Ends everything that handlers wait for."""
@@ -439,12 +441,12 @@ class Worker:
             self._commands.get()()
         for job in self._waiting:
             job.send(unavailable())
-        for lane in self._lanes.values():
-            lane.fail(unavailable())
+        if self._jobs is not None:
+            self._jobs.fail(unavailable())
         for future in [*self._calls]:
             if not future.done():
                 future.set_exception(unavailable())
-        self._lanes.clear()
+        self._jobs = None
         self._waiting.clear()
         if self.documents is not None:
             self.documents.close()
@@ -455,7 +457,7 @@ def _check_share(cache: CachedModel, generator: Generator) -> None:
 
     Args:
         cache: policy and budget.
-        generator: policies and sizes of the rows.
+        generator: policies and sizes of the longest row.
 
     Raises:
         ValueError: if the smallest cache of the policy exceeds the budget.
