@@ -472,9 +472,9 @@ def thaw(frozen: FrozenCache[S], lengths: Int[Array, "B"]) -> tuple[Cache[S], Co
     spec = dataclasses.replace(frozen.spec, batch=batch)
     scored = frozen.policy.requires.predicted_scores
     staging, counters = init_staging(spec, cast(int, spec.staging_slots), scored=scored)
-    faults = {name: jnp.zeros(batch, jnp.int32) for name in ("reused", "not_finite", "policy_faults")}
-    sizes: dict[str, Any] = {"policy": frozen.policy, "spec": frozen.spec, "mesh": frozen.mesh}
-    cache = Cache(state=frozen.state, staging=staging, **faults, **sizes)
+    values: dict[str, Any] = {"policy": frozen.policy, "spec": frozen.spec, "mesh": frozen.mesh}
+    values |= {name: jnp.zeros(batch, jnp.int32) for name in ("reused", "not_finite", "policy_faults")}
+    cache = Cache(state=frozen.state, staging=staging, **values)
     counters = dataclasses.replace(counters, first=jnp.asarray(lengths, jnp.int32))
     if frozen.mesh is None:
         return cache, counters

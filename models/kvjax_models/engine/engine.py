@@ -17,22 +17,21 @@ but for the rounding of products whose shapes depend on the rows in use.
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from kvjax.budget import format_bytes
 from kvjax.distributed.sharding import DATA
-from kvjax.spec import MAX_TOKENS, check_integer
-from kvjax_models import compile_cache
+from kvjax.spec import check_integer
 from kvjax_models.engine.groups import Group, decode_together, resize_rows, take_rows
 from kvjax_models.engine.outputs import Collector, Completion, FinishReason, Output, TokenLogprobs, Usage
+from kvjax_models.engine.requests import HasPrefix, Request, RequestChecks, RunningSequence, check_bytes, waiting
 from kvjax_models.engine.scheduler import MAX_WAIT, Mixes, Scheduler, Waiting, width_for
-from kvjax_models.formats.tokenizer import CONTEXT_TOKENS, Tokenizer
+from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.keywords import suggest_keywords
 from kvjax_models.model.llama import Llama
 from kvjax_models.prefix import Prefix, RowSizes
-from kvjax_models.prompts import Prompt, TemplateOptions, encode_prompt, is_tokens
+from kvjax_models.prompts import Prompt, TemplateOptions
 from kvjax_models.runner.answer_text import AnswerText, check_stop
 from kvjax_models.runner.decode import NO_TOKEN, calls_layers
 from kvjax_models.runner.generator import Generator
@@ -41,109 +40,7 @@ from kvjax_models.runner.state import GenerationState, check_seed
 from kvjax_models.sharding import mesh_of, replicate
 from kvjax_models.stopwatch import Stopwatch
 
-_DEFAULT_NEW_TOKENS = 256
 _BLOCK = 2**20  # decode steps of a call that ends with a block
-
-
-class HasPrefix(Protocol):
-    """A text with a prefix, such as a document, which encodes the questions about it."""
-
-    @property
-    def prefix(self) -> Prefix:
-        """The processed text."""
-
-    def encode(self, question: Prompt) -> list[int]:
-        """Returns the tokens that follow the text."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A sequence to generate.
-
-    Attributes:
-        number: number of the request.
-        prompt: token ids; with a prefix, those after it.
-        prefix: the prefix that the sequence continues.
-        sampling: parameters of sampling.
-        stop: strings that finish the sequence.
-        max_new_tokens: maximum number of new tokens.
-        seed: seed of sampling.
-        prompt_seed: seed of the policy's random numbers.
-        keep: whether its last output has the sequence as a `Prefix`.
-    """
-
-    number: int
-    prompt: tuple[int, ...]
-    prefix: Prefix | None
-    sampling: Sampling
-    stop: tuple[str, ...]
-    max_new_tokens: int
-    seed: int
-    prompt_seed: int
-    keep: bool
-
-    @property
-    def shared(self) -> Prefix | None:
-        """The prefix that the row shares with others."""
-        if self.prefix is None or self.prefix.is_shared:
-            return self.prefix
-        return self.prefix.after
-
-    @property
-    def own_tokens(self) -> tuple[int, ...]:
-        """The tokens before the answer that the row holds."""
-        return self.prompt if self.prefix is self.shared else (*cast(Prefix, self.prefix).tokens, *self.prompt)
-
-    @property
-    def num_first(self) -> int:
-        """`Prefix.num_first` of the sequence."""
-        if self.prefix is None:
-            return len(self.prompt)
-        return 0 if self.prefix.is_shared else self.prefix.num_first
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of all tokens before the answer."""
-        return len(self.prompt) + (0 if self.prefix is None else self.prefix.num_tokens)
-
-    @property
-    def context(self) -> list[int]:
-        """The last tokens before the answer."""
-        before = () if self.shared is None else self.shared.tokens
-        return [*before[-CONTEXT_TOKENS:], *self.own_tokens[-CONTEXT_TOKENS:]][-CONTEXT_TOKENS:]
-
-
-@dataclasses.dataclass(eq=False)
-class _Sequence:
-    """A request with its row.
-
-    Attributes:
-        request: the request.
-        sizes: the sizes that its row has in turn.
-        level: which of them it has.
-        answer: the new text.
-    """
-
-    request: Request
-    sizes: tuple[Generator, ...]
-    answer: AnswerText
-    level: int = 0
-
-    @property
-    def size(self) -> Generator:
-        """Size of the row."""
-        return self.sizes[self.level]
-
-    @property
-    def num_own(self) -> int:
-        """Tokens that the row holds."""
-        return len(self.request.own_tokens) + len(self.answer.tokens)
-
-    @property
-    def must_grow(self) -> bool:
-        """Whether the row has no capacity for another block."""
-        is_last = self.level == len(self.sizes) - 1
-        return not is_last and self.num_own + self.size.block_size > self.size.plan.capacity
 
 
 class _Prefill(NamedTuple):
@@ -216,13 +113,14 @@ class Engine:
         for name, value in {"rows": rows, **options}.items():
             if value is not None:
                 check_integer(name, value, minimum=1)
-        self._model, self._mesh, self._tokenizer, self._sizes = model, mesh, tokenizer, sizes
+        self._model, self._mesh, self._tokenizer = model, mesh, tokenizer
+        self._checks = RequestChecks(model, tokenizer, sizes)
         self._max_prefill_tokens, self._stream_interval = max_prefill_tokens, stream_interval
         self._scheduler = Scheduler(rows, max_bytes)
         # A program of all layers is compiled for every mix of groups; the one of a layer is small.
         self._mixes = Mixes(8 if calls_layers(model, mesh) else 2)
         self._groups: list[Group] = []
-        self._sequences: dict[int, _Sequence] = {}  # that are not finished, by number
+        self._sequences: dict[int, RunningSequence] = {}  # that are not finished, by number
         self._prefill: _Prefill | None = None
         self._ready: list[_Ready] = []
         self._finished: list[Output] = []  # that the next step returns
@@ -311,9 +209,9 @@ class Engine:
             ValueError: if an argument is invalid, the sequence is too long, or its row can never fit.
             TypeError: if the prompt has another type.
         """
-        tokens = self._encode(prompt, prefix, template_options)
+        tokens = self._checks.encode(prompt, prefix, template_options)
         prefix = prefix if prefix is None or isinstance(prefix, Prefix) else prefix.prefix
-        limit = self._limit(tokens, prefix, max_new_tokens)
+        limit = self._checks.limit(tokens, prefix, max_new_tokens)
         if fit_context:
             before = 0 if prefix is None else prefix.num_tokens
             limit = max(min(limit, self._model.config.max_length - before - len(tokens)), 1)
@@ -321,100 +219,14 @@ class Engine:
         prompt_seed = seed if prompt_seed is None else int(check_seed(prompt_seed))
         number, stops = self._next_number, check_stop(stop)
         request = Request(number, tokens, prefix, sampling, stops, limit, seed, prompt_seed, keep)
-        sizes = self._sizes_of(request, room)
+        sizes = self._checks.sizes_of(request, room)
         sizes[-1].check_context(request.num_tokens + limit)
-        self._check_bytes(sizes)
+        check_bytes(sizes, self.max_bytes)
         self._next_number += 1
         self._prompt_tokens += len(tokens)
-        self._sequences[number] = _Sequence(request, sizes, AnswerText(self._tokenizer, request.context, stops))
-        self._scheduler.add(self._waiting(request, sizes))
+        self._sequences[number] = RunningSequence(request, sizes, AnswerText(self._tokenizer, request.context, stops))
+        self._scheduler.add(waiting(request, sizes))
         return number
-
-    def _encode(
-        self, prompt: Prompt | Sequence[int], prefix: Prefix | HasPrefix | None, template_options: TemplateOptions
-    ) -> tuple[int, ...]:
-        """Returns the tokens of a prompt."""
-        if template_options and (prefix is not None or is_tokens(prompt)):
-            raise ValueError("template_options apply to conversations only, and those of a document to its text")
-        if is_tokens(prompt):
-            return tuple(int(token) for token in prompt)
-        if prefix is None:
-            return tuple(encode_prompt(self._tokenizer, cast(Prompt, prompt), template_options))
-        if isinstance(prefix, Prefix):
-            raise TypeError(f"a prompt after a prefix must be token ids, got {type(prompt).__name__}")
-        return tuple(prefix.encode(cast(Prompt, prompt)))
-
-    def _limit(self, tokens: Sequence[int], prefix: Prefix | None, max_new_tokens: int | None) -> int:
-        """Returns the maximum number of new tokens; by default what prefix or context leave."""
-        if prefix is None and not tokens:
-            raise ValueError("the prompt is empty; it must have at least one token")
-        if max_new_tokens is not None:
-            check_integer("max_new_tokens", max_new_tokens, minimum=1)
-            if max_new_tokens > MAX_TOKENS:
-                raise ValueError(f"max_new_tokens={max_new_tokens} must be at most {MAX_TOKENS}")
-        shared = prefix if prefix is None or prefix.is_shared else prefix.after
-        num_after = len(tokens) if prefix is None or prefix is shared else len(prefix.tokens) + len(tokens)
-        if shared is None:
-            left = self._model.config.max_length - num_after
-            return max(min(_DEFAULT_NEW_TOKENS, left), 1) if max_new_tokens is None else max_new_tokens
-        if shared.generator.model is not self._model:
-            raise ValueError("the document does not fit into the engine: it belongs to another model")
-        left = shared.max_suffix_tokens - num_after
-        limit = max(left, 1) if max_new_tokens is None else max_new_tokens
-        if limit > left:
-            raise ValueError(
-                f"{num_after} tokens of the prompt and max_new_tokens={limit} exceed the capacity "
-                f"max_new_tokens={shared.max_suffix_tokens} that the document was read with"
-            )
-        return limit
-
-    def _sizes_of(self, request: Request, room: int | None) -> tuple[Generator, ...]:
-        """Returns the sizes that the row of a request has in turn."""
-        prefix, shared = request.prefix, request.shared
-        if prefix is not None and prefix is not shared and not prefix.generator.plan.is_resizable:
-            # The row of a compressed prefix keeps its size.
-            capacity = prefix.num_first + prefix.generator.max_new_tokens - len(prefix.tokens)
-            if len(request.prompt) + request.max_new_tokens > capacity:
-                raise ValueError(
-                    f"{len(request.prompt)} tokens of the prompt and max_new_tokens={request.max_new_tokens} exceed "
-                    f"the {capacity} tokens that the row of the prefix has capacity for"
-                )
-            return (prefix.generator,)
-        sizes = self._sizes if shared is None else shared.rows
-        if sizes is None:
-            raise ValueError("the rows of this engine continue documents; pass the document of the request")
-        chosen = sizes(len(request.own_tokens), request.max_new_tokens)
-        if room is None or chosen[-1].plan.is_resizable:  # a full cache grows
-            return chosen
-        return sizes(len(request.own_tokens), max(request.max_new_tokens, room))
-
-    def _check_bytes(self, sizes: Sequence[Generator]) -> None:
-        """Checks that a row can fit."""
-        if self.max_bytes is not None and sizes[-1].row_bytes > self.max_bytes:
-            raise ValueError(
-                f"the row of the request takes up to {format_bytes(sizes[-1].row_bytes)}, more than the "
-                f"{format_bytes(self.max_bytes)} for all rows; allow more memory, use a smaller budget, or shorten the "
-                "prompt or max_new_tokens"
-            )
-
-    def _waiting(self, request: Request, sizes: Sequence[Generator]) -> Waiting:
-        """Returns a request as the scheduler takes it."""
-        prefix, num_tokens = request.prefix, len(request.prompt)
-        batch: Any = None
-        if prefix is None and not sizes[0].streaming:
-            batch = (sizes[0], compile_cache.length_bucket(num_tokens)[-1])
-        elif request.shared is prefix and num_tokens:
-            # Rows of a batch take the time of the longest one.
-            blocks = -(-num_tokens // sizes[0].block_size)
-            batch = (sizes[0], prefix, max(blocks, 2).bit_length())
-        return Waiting(
-            request.number,
-            row_bytes=sizes[-1].row_bytes,
-            prompt=(prefix, request.prompt_seed, request.sampling, request.prompt, sizes[0]),
-            num_tokens=num_tokens,
-            batch=batch,
-            pads=prefix is not None,
-        )
 
     def abort(self, number: int) -> None:
         """Ends a request, whose last output has the finish reason "abort"; does nothing if it is finished.

@@ -271,7 +271,7 @@ def _count_faults(state: GenerationState, mesh: Mesh | None) -> Int[Array, "B"]:
     return faults
 
 
-def _constrain(part: P, mesh: Mesh | None) -> P:
+def _constrain(part: Any, mesh: Mesh | None) -> Any:
     """Returns a layer or a state in its sharding."""
     if mesh is None:
         return part

@@ -479,18 +479,20 @@ def step_layer(
     layer, sizes = flat.module, [len(one) for one in positions]
     places = [one[:, None] + jnp.arange(x.shape[1]) for one in positions]
     query, keys, values = layer.project(x, *_concatenate(list(map(rotation, rotaries, places))))
-    normalized = None if all(one is None for one in scorers) else layer.normalize(x)
-    parts = [_split(one, sizes) for one in (query, keys, values, normalized)]
+    queries, new_keys, new_values = (_split(one, sizes) for one in (query, keys, values))
     attended, new_caches, new_counters = [], [], []
     for group, (cache, scorer) in enumerate(zip(caches, scorers, strict=True)):
-        *projected, group_normalized = (part[group] for part in parts)
         scores = None
         if scorer is not None:
-            scores = predict_log_scores(scorer.T, group_normalized, positions[group]).swapaxes(1, 2)
+            scores = predict_log_scores(scorer.T, _split(layer.normalize(x), sizes)[group], positions[group]).swapaxes(
+                1, 2
+            )
         output, cache, group_counters = kvjax.step(
             cache,
             counters[group],
-            *projected,
+            queries[group],
+            new_keys[group],
+            new_values[group],
             lengths[group],
             sink_logits=layer.sink_logits,
             predicted_scores=scores,
