@@ -5,8 +5,8 @@ from typing import Any
 
 from kvjax.spec import check_integer
 from kvjax_models.engine.engine import Engine, seed_of_prompt
-from kvjax_models.engine.requests import HasPrefix
 from kvjax_models.engine.outputs import Collector, Completion, Usage
+from kvjax_models.engine.requests import HasPrefix
 from kvjax_models.prefix import Prefix
 from kvjax_models.runner.sampling import Sampling, SamplingOptions
 
