@@ -135,3 +135,60 @@ def test_misuse_is_refused():
     empty = filled(kvjax.Exact(), dataclasses.replace(spec, max_new_tokens=0), stream)
     with pytest.raises(ValueError, match="cannot append 1 tokens to 0 staging slots"):
         kvjax.append(*empty, stream.keys[:, :1], stream.values[:, :1])
+
+
+# --- thaw and resize ---
+
+
+def go_on(cache, counters, tokens=9):
+    """Returns attention outputs of further tokens."""
+    stream = make_stream(7, batch=len(LENGTHS), tokens=tokens)
+    outputs = []
+    for start in range(0, tokens, 3):
+        block = [part[:, start : start + 3] for part in (stream.queries, stream.keys, stream.values)]
+        output, cache, counters = kvjax.step(cache, counters, *block)
+        outputs.append(np.asarray(output))
+    kvjax.raise_faults((cache, counters))
+    return np.concatenate(outputs, axis=1)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int4"])
+@pytest.mark.parametrize("name", each(POLICIES))
+def test_a_thawed_cache_goes_on_as_before(name, kv_dtype):
+    cache, counters = filled(POLICIES[name], make_spec(batch=len(LENGTHS), kv_dtype=kv_dtype), make_stream(batch=2))
+    thawed = kvjax.thaw(kvjax.freeze(cache, counters), counters.num_tokens)
+    assert jax.tree.structure(thawed) == jax.tree.structure((cache, counters))
+    np.testing.assert_array_equal(go_on(*thawed), go_on(cache, counters))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kv_dtype", [None, "int8", "int4"])
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_resized_cache_has_the_same_tokens(window, kv_dtype, frozen):
+    """Also through the smallest capacity of its tokens."""
+    cache, counters = filled(
+        kvjax.Exact(compact_every=8), make_spec(batch=2, kv_dtype=kv_dtype, window=window), make_stream(batch=2)
+    )
+    expected, capacity = go_on(cache, counters), cache.spec.capacity
+    if frozen:
+        small = kvjax.resize(kvjax.freeze(cache, counters), max(LENGTHS), 0)
+        assert window is not None or kvjax.cache_bytes(small).device < kvjax.cache_bytes(cache.state).device
+        cache, _ = kvjax.thaw(kvjax.resize(small, 2 * capacity, 32), counters.num_tokens)
+    else:
+        cache = kvjax.resize(cache, 2 * capacity, 32)
+    assert cache.spec.capacity == 2 * capacity + 32
+    np.testing.assert_allclose(go_on(cache, counters), expected, rtol=2e-5, atol=2e-6)
+
+
+def test_tokens_without_a_slot_are_a_fault():
+    cache, counters = filled(kvjax.Exact(), make_spec(batch=2), make_stream(batch=2))
+    small = kvjax.resize(cache, 8, 8)
+    with pytest.raises(ValueError, match="tokens were appended to a full store"):
+        kvjax.raise_faults((small, counters))
+
+
+@pytest.mark.parametrize("name", ["snapkv", "uniform", "chelsea"])
+def test_caches_of_a_budget_are_not_resized(name):
+    cache, _ = filled(POLICIES[name], make_spec(batch=2), make_stream(batch=2))
+    with pytest.raises(ValueError, match="cannot be resized: only full caches and sliding windows"):
+        kvjax.resize(cache, 64, 64)

@@ -26,7 +26,7 @@ from kvjax.spec import check_integer
 from kvjax_models.engine.groups import Group, decode_together, resize_rows, take_rows
 from kvjax_models.engine.outputs import Collector, Completion, FinishReason, Output, TokenLogprobs, Usage
 from kvjax_models.engine.requests import HasPrefix, Request, RequestChecks, RunningSequence, check_bytes, waiting
-from kvjax_models.engine.scheduler import MAX_WAIT, Mixes, Scheduler, Waiting, width_for
+from kvjax_models.engine.scheduler import MAX_PROGRAMS, MAX_WAIT, Mixes, Scheduler, Waiting, width_for
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.keywords import suggest_keywords
 from kvjax_models.model.llama import Llama
@@ -120,6 +120,7 @@ class Engine:
         # A program of all layers is compiled for every mix of groups; the one of a layer is small.
         self._mixes = Mixes(8 if calls_layers(model, mesh) else 2)
         self._groups: list[Group] = []
+        self._programs: set[tuple[Any, ...]] = set()  # by the shapes of their groups
         self._sequences: dict[int, RunningSequence] = {}  # that are not finished, by number
         self._prefill: _Prefill | None = None
         self._ready: list[_Ready] = []
@@ -145,6 +146,11 @@ class Engine:
     def num_waiting(self) -> int:
         """Requests that wait for a row."""
         return len(self._scheduler.waiting)
+
+    @property
+    def num_programs(self) -> int:
+        """Decode programs that the groups of rows, or mixes of them, have had so far."""
+        return len(self._programs)
 
     @property
     def max_bytes(self) -> int | None:
@@ -471,9 +477,11 @@ class Engine:
             self._ready.remove(ready)
             self._make_room(ready)
             if free is None:
-                self._groups.append(Group(ready.size, ready.prefix, ready.state, ready.numbers))
+                width = self._width(ready.size, ready.prefix, len(numbers))
+                self._groups.append(Group(ready.size, ready.prefix, ready.state, numbers, width))
             else:
-                free.insert(ready.state, ready.numbers, self._max_width(free))
+                width = self._width(ready.size, ready.prefix, len(numbers) + len(free.used), free)
+                free.insert(ready.state, numbers, width)
             generators = (ready.size,) if ready.prefix is None else (ready.size, ready.prefix.generator)
             self._is_short |= any(one.is_short for one in generators)
         self._groups.sort(key=self._shape)
@@ -494,7 +502,7 @@ class Engine:
                 size = self._sequences[numbers[0]].size
                 self._ready.append(_Ready(size, group.prefix, resize_rows(group.remove(rows), size), numbers))
             if group.used:
-                group.shrink()
+                group.resize(self._width(group.generator, group.prefix, len(group.used), group))
             else:
                 self._groups.remove(group)
 
@@ -505,20 +513,35 @@ class Engine:
         width = width_for(len(ready.numbers))
         if self._scheduler.reserved_bytes + width * ready.size.row_bytes > self.max_bytes:
             for group in self._groups:
-                group.shrink(len(group.used))
+                group.resize(len(group.used))
 
-    def _max_width(self, group: Group) -> int | None:
-        """Returns how wide a group may become."""
+    def _width(self, size: Generator, prefix: Prefix | None, rows: int, group: Group | None = None) -> int:
+        """Returns the width that a group should have.
+
+        Args:
+            size: size of its rows.
+            prefix: their prefix.
+            rows: rows in use.
+            group: the group, if it exists.
+        """
+        width = width_for(rows, 0 if group is None else group.width)
+        numbers = self._numbers(size, prefix)
+        if self.num_programs >= MAX_PROGRAMS:  # rather free rows than another program
+            known = [one[0][-1] for one in self._programs if len(one) == 1 and one[0][:-1] == numbers]
+            width = min((one for one in known if one >= width), default=width)
         if self.max_bytes is None:
-            return None
+            return width
         others = sum(one.width * one.generator.row_bytes for one in self._groups if one is not group)
-        return (self.max_bytes - others) // group.generator.row_bytes
+        return max(min(width, (self.max_bytes - others) // size.row_bytes), rows)
+
+    def _numbers(self, size: Generator, prefix: Prefix | None) -> tuple[int, ...]:
+        """Returns what the programs of a group depend on besides its width."""
+        keys = size.plan, None if prefix is None else prefix.generator.plan
+        return tuple(self._shapes.setdefault(key, len(self._shapes)) for key in keys)
 
     def _shape(self, group: Group) -> tuple[int, ...]:
         """Returns what the programs of a group depend on."""
-        keys = [group.generator.plan, None if group.prefix is None else group.prefix.generator.plan]
-        numbers = [self._shapes.setdefault(key, len(self._shapes)) for key in keys]
-        return (*numbers, group.width)
+        return (*self._numbers(group.generator, group.prefix), group.width)
 
     # --- decoding ---
 
@@ -531,12 +554,14 @@ class Engine:
         outputs: list[Output] = []
         for indices in self._mixes.split(shapes):
             outputs += self._decode_together([self._groups[index] for index in indices])
-        self._mixes.count(shapes, steps)
+        if self.num_programs < MAX_PROGRAMS:
+            self._mixes.count(shapes, steps)
         self._groups = [group for group in self._groups if group.used]
         return outputs
 
     def _decode_together(self, groups: Sequence[Group]) -> list[Output]:
         """Decodes the rows of groups by one program."""
+        self._programs.add(tuple(map(self._shape, groups)))
         sampled = decode_together(groups, self._stream_interval or _BLOCK)
         outputs: list[Output] = []
         for group, tokens in zip(groups, sampled, strict=True):

@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Int
 import kvjax
 from kvjax.distributed.sharding import shardings
 from kvjax.state import count_row_faults
-from kvjax_models.engine.scheduler import width_for
 from kvjax_models.prefix import Prefix
 from kvjax_models.runner import decode
 from kvjax_models.runner.generator import Generator
@@ -40,7 +39,14 @@ class Group:
         in_block: tokens of the current block.
     """
 
-    def __init__(self, generator: Generator, prefix: Prefix | None, state: GenerationState, numbers: Sequence[int]):
+    def __init__(
+        self,
+        generator: Generator,
+        prefix: Prefix | None,
+        state: GenerationState,
+        numbers: Sequence[int],
+        width: int,
+    ) -> None:
         """Creates a group of rows that are prefilled.
 
         Args:
@@ -48,11 +54,12 @@ class Group:
             prefix: the shared prefix.
             state: state of the rows; donated.
             numbers: the requests of its first rows; the others are free.
+            width: number of rows.
         """
         self.generator, self.prefix, self.in_block = generator, prefix, 0
         self.numbers: list[int | None] = []
         self._state, self._mesh = state, generator.mesh
-        self._set_rows(range(len(numbers)), numbers, width_for(len(numbers)))
+        self._set_rows(range(len(numbers)), numbers, width)
 
     @property
     def width(self) -> int:
@@ -75,20 +82,15 @@ class Group:
 
     # --- rows ---
 
-    def insert(self, state: GenerationState, numbers: Sequence[int], max_width: int | None = None) -> None:
-        """Inserts rows, for which the group becomes wider if it must.
+    def insert(self, state: GenerationState, numbers: Sequence[int], width: int) -> None:
+        """Inserts rows.
 
         Args:
             state: state of the rows; donated.
             numbers: the requests of its first rows; the others are dropped.
-            max_width: maximum number of rows, if memory is short.
+            width: the new number of rows, with room for them.
         """
-        used, needed = self.used, len(self.used) + len(numbers)
-        width = width_for(needed, self.width)
-        if max_width is not None:
-            width = max(min(width, max_width), needed)
-        if width != self.width:
-            self._set_rows([*used], [*used.values()], width)
+        self.resize(width)
         free = [row for row, number in enumerate(self.numbers) if number is None]
         many = state.positions.shape[0] > 1
         for index, number in enumerate(numbers):
@@ -119,10 +121,9 @@ class Group:
         if rows and self.used:
             self._finish([row in rows for row in range(self.width)])
 
-    def shrink(self, width: int | None = None) -> None:
-        """Makes the group as wide as its rows in use need, or of another width."""
+    def resize(self, width: int) -> None:
+        """Changes the number of rows."""
         used = self.used
-        width = width_for(len(used), self.width) if width is None else width
         if width != self.width:
             self._set_rows([*used], [*used.values()], width)
 

@@ -16,6 +16,7 @@ import collections
 import dataclasses
 from collections.abc import Collection, Hashable, Sequence
 
+MAX_PROGRAMS = 40  # of decode steps, after which groups have free rows rather than another width
 MAX_WAIT = 32  # steps that rows wait for the end of a group's block, rather than begin a second group
 _APART_STEPS = 32  # of a mix of groups, before a program is compiled for it: about the time that compilation takes
 _MAX_MIXES = 16  # that programs are compiled for

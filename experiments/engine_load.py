@@ -1,0 +1,226 @@
+"""Measures an engine whose requests differ, against what its parts promise.
+
+    python -m experiments.engine_load --model smollm2-135m --measure batch documents mixed kept
+    python -m experiments.engine_load --model smollm2-135m --measure requests --requests 100
+
+- `batch`: eight prompts at once, in times of one alone.
+- `documents`: milliseconds of a step with four documents of different lengths and a question to each, in times of four
+  questions to the longest one.
+- `mixed`: the same with two documents, two questions each and two prompts of different lengths, in times of six prompts
+  of the longer length.
+- `kept`: bytes of a conversation that is kept.
+- `requests`: random requests (100 to 3,000 tokens, four documents, sampling, stop strings, several answers, aborts).
+  Every answer is compared with the one alone: equal tokens, or two nearly equal logits at the first that differs.
+"""
+
+import dataclasses
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.common.flags import Flags, repeatable, run_command
+from kvjax_models import CachedModel, LanguageModel, load
+from kvjax_models.document import Document
+from kvjax_models.engine import Engine, Output
+from kvjax_models.runner.sampling import GREEDY, Sampling
+
+_NEAR = 0.05  # difference of two logits, of which rounding may choose either
+_MEASURES = ("batch", "documents", "mixed", "kept", "requests")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(Flags):
+    """Options of the measurement."""
+
+    model: str = "smollm2-135m"  # Name of `kvjax models`, GGUF file or Hugging Face directory.
+    policy: str = "exact"
+    budget: str | None = None
+    measure: tuple[str, ...] = repeatable(*_MEASURES[:-1], choices=_MEASURES)
+    answer_tokens: int = 48  # Tokens of every answer but those of `requests`.
+    repetitions: int = 5  # Timed runs after the first two, which compile.
+    requests: int = 1000  # Number of requests.
+    rows: int = 8  # Maximum number of rows of `requests`.
+    seed: int = 0  # Seed of the requests.
+
+
+class Load:
+    """Random requests to one model.
+
+    Attributes:
+        options: the options.
+        cache: the model with its cache.
+    """
+
+    def __init__(self, options: Options, llm: LanguageModel) -> None:
+        """Loads nothing; see the attributes.
+
+        Args:
+            options: the options.
+            llm: the model.
+        """
+        self.options, self.llm = options, llm
+        self.cache: CachedModel = llm.cache(options.policy, options.budget)
+        self._random = np.random.default_rng(options.seed)
+
+    def tokens(self, count: int) -> list[int]:
+        """Returns random tokens."""
+        return self._random.integers(0, self.llm.model.config.vocab_size, count).tolist()
+
+    def measure_batch(self) -> dict[str, Any]:
+        """Returns seconds of eight prompts of 600 tokens at once, and of one."""
+        prompts = [self.tokens(600) for _ in range(8)]
+        engines = [self.cache.engine(rows=rows) for rows in (1, 8)]
+        seconds = self._alternate([lambda: self._run(engines[0], prompts[:1]), lambda: self._run(engines[1], prompts)])
+        return _compare("seconds", *seconds)
+
+    def measure_documents(self) -> dict[str, Any]:
+        """Returns milliseconds of a step of questions to several documents, and to one."""
+        documents = [self.cache.read(self.tokens(count), max_new_tokens=128) for count in (370, 900, 1800, 3500)]
+        questions = [self.tokens(16) for _ in documents]
+        return self._compare_steps(
+            [(question, documents[-1]) for question in questions], [*zip(questions, documents, strict=True)]
+        )
+
+    def measure_mixed(self) -> dict[str, Any]:
+        """Returns milliseconds of a step of questions and prompts, and of as many long prompts."""
+        documents = [self.cache.read(self.tokens(count), max_new_tokens=128) for count in (900, 1800)]
+        mixed: list[tuple[list[int], Document | None]] = [(self.tokens(16), one) for one in documents * 2]
+        mixed += [(self.tokens(count), None) for count in (100, 1500)]
+        return self._compare_steps([(self.tokens(1500), None) for _ in mixed], mixed)
+
+    def measure_kept(self) -> dict[str, Any]:
+        """Returns the bytes of a conversation of 40 tokens."""
+        engine = self.cache.engine(rows=1)
+        engine.add(self.tokens(20), max_new_tokens=20, keep=True)
+        *_, output = engine.run()
+        prefix = output.prefix
+        assert prefix is not None
+        held = sum(x.nbytes for x in jax.tree.leaves((prefix.entries, prefix.logits, prefix.recurrent)))
+        return {"tokens": len(prefix.tokens), "bytes": held}
+
+    def measure_requests(self) -> dict[str, Any]:
+        """Returns counts of random requests, and of answers that differ from those alone."""
+        rng = random.Random(self.options.seed)
+        documents = [self.cache.read(self.tokens(count), max_new_tokens=128) for count in (200, 700, 1500, 3000)]
+        engine = self.cache.engine(rows=self.options.rows, max_prefill_tokens=2048, stream_interval=8)
+        requests = [_make_request(self, rng, documents) for _ in range(self.options.requests)]
+        waiting, numbers, aborted = iter(range(len(requests))), dict[int, int](), set[int]()
+        tokens: dict[int, list[int]] = {index: [] for index in range(len(requests))}
+        memory: list[int] = []
+        num_finished = 0
+        while True:
+            while engine.num_waiting < 8 and (index := next(waiting, None)) is not None:
+                numbers[engine.add(**requests[index])] = index
+                if rng.random() < 0.05:
+                    aborted.add(index)
+            if not engine.has_unfinished:
+                break
+            for output in engine.step():
+                index = numbers[output.number]
+                tokens[index] += output.tokens
+                num_finished += output.finish_reason is not None
+                if output.finish_reason is None and index in aborted and rng.random() < 0.5:
+                    engine.abort(output.number)
+                if output.finish_reason is not None and num_finished in (len(requests) // 5, len(requests)):
+                    memory.append(sum(x.nbytes for x in jax.live_arrays()))
+        differing = [self._differs(request, tokens[index], index in aborted) for index, request in enumerate(requests)]
+        return {
+            "requests": len(requests),
+            "aborted": len(aborted),
+            "programs": engine.num_programs,
+            "bytes_after_a_fifth_and_all": memory,
+            "differ": sum(one is not None for one in differing),
+            "differ_by_more_than_rounding": sum(one is not None and one > _NEAR for one in differing),
+        }
+
+    def _differs(self, request: dict[str, Any], tokens: Sequence[int], was_aborted: bool) -> float | None:
+        """Compares an answer with the one alone.
+
+        Returns:
+            None if the tokens are equal; otherwise the difference of the two best logits at the first other token.
+        """
+        engine = self.cache.engine(rows=1)
+        engine.add(**request | {"sampling": dataclasses.replace(request["sampling"], logprobs=2)})
+        outputs: list[Output] = [*engine.run()]
+        alone = [token for output in outputs for token in output.tokens]
+        if was_aborted:
+            alone = alone[: len(tokens)]
+        if alone == [*tokens]:
+            return None
+        place = next((i for i, pair in enumerate(zip(alone, tokens, strict=False)) if pair[0] != pair[1]), None)
+        if place is None:
+            return float("inf")
+        logprobs = [one for output in outputs for one in output.logprobs or ()][place]
+        if request["sampling"].temperature:
+            return 0.0  # samples depend on all logits, whose rounding differs
+        return logprobs.top[0][1] - logprobs.top[1][1]
+
+    def _compare_steps(self, *cases: Sequence[tuple[list[int], Document | None]]) -> dict[str, Any]:
+        """Returns milliseconds of a step of two mixes of requests."""
+        engines = [self.cache.engine(rows=8) for _ in cases]
+
+        def steps(engine: Engine, requests: Sequence[tuple[list[int], Document | None]]) -> float:
+            before = engine.decode_seconds
+            for prompt, document in requests:
+                engine.add(prompt, document, max_new_tokens=self.options.answer_tokens)
+            engine.complete()
+            return 1000 * (engine.decode_seconds - before) / self.options.answer_tokens
+
+        runs = [lambda pair=pair: steps(*pair) for pair in zip(engines, cases, strict=True)]
+        return _compare("ms_per_step", *self._alternate(runs))
+
+    def _run(self, engine: Engine, prompts: Sequence[list[int]]) -> float:
+        begin = time.perf_counter()
+        for prompt in prompts:
+            engine.add(prompt, max_new_tokens=self.options.answer_tokens)
+        engine.complete()
+        return time.perf_counter() - begin
+
+    def _alternate(self, runs: Sequence[Callable[[], float]]) -> list[list[float]]:
+        """Returns the values of every run; the first two compile."""
+        values = [[run() for run in runs] for _ in range(self.options.repetitions + 2)]
+        return [list(column) for column in zip(*values[2:], strict=True)]
+
+
+def _make_request(load: Load, rng: random.Random, documents: Sequence[Document]) -> dict[str, Any]:
+    """Returns the arguments of a random request."""
+    document = rng.choice([None, None, *documents])
+    count = rng.randint(4, 64) if document is not None else round(100 * 30 ** rng.random())
+    sampling = rng.choice([GREEDY, GREEDY, Sampling(temperature=0.8, top_p=0.9), Sampling(temperature=1.0, top_k=40)])
+    return {
+        "prompt": load.tokens(count),
+        "prefix": document,
+        "sampling": sampling,
+        "stop": rng.choice([(), (), ("e", "\n")]),
+        "max_new_tokens": rng.randint(4, 48),
+        "seed": rng.randrange(2**32),
+    }
+
+
+def _compare(name: str, base: list[float], other: list[float]) -> dict[str, Any]:
+    """Returns medians of two runs, and the median of their ratios."""
+    ratio = statistics.median(two / one for one, two in zip(base, other, strict=True))
+    values = {f"base_{name}": statistics.median(base), name: statistics.median(other), "ratio": ratio}
+    return {key: float(f"{value:.4g}") for key, value in values.items()}
+
+
+def main(options: Options) -> None:
+    """Prints a line of JSON per measure.
+
+    Args:
+        options: the options.
+    """
+    load_ = Load(options, load(options.model))
+    for measure in options.measure:
+        values = getattr(load_, f"measure_{measure}")()
+        print(json.dumps({"measure": measure, "policy": options.policy, **values}), flush=True)
+
+
+if __name__ == "__main__":
+    run_command(main, Options)
