@@ -187,16 +187,24 @@ def decoding_programs(options: Options, sharding: jax.sharding.Sharding) -> Iter
             }
             spec = cache_specs(model, **sizes)[0]
             policy = setting.resolve(spec, options.context_tokens)
-            generator = Generator(model, policy, **sizes, scorer=zero_scorer(model.config))
+            scorer = zero_scorer(model.config)
+            generator = Generator(model, policy, **sizes, scorer=scorer)
             state = jax.eval_shape(generator.init_state)
-            largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.layers[0]))
-            yield Program(
-                f"{setting} D={model.config.head_dim}, {options.layers} layers",
-                lowering.lower_decode(generator, place(state, sharding), sharding),
-                kernels=options.layers,
-                cache=largest,
-                layers=options.layers,
+            shorter = Generator(
+                model, policy, **sizes | {"max_prompt_tokens": options.context_tokens // 2}, scorer=scorer
             )
+            other = jax.eval_shape(shorter.with_batch(2 * options.batch).init_state)
+            largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.layers[0]))
+            for states in ((state,), (state, other)):
+                groups = "" if len(states) == 1 else ", two groups of rows"
+                placed = [place(one, sharding) for one in states]
+                yield Program(
+                    f"{setting} D={model.config.head_dim}, {options.layers} layers{groups}",
+                    lowering.lower_decode(generator, *placed, sharding=sharding),
+                    kernels=len(states) * options.layers,
+                    cache=largest,
+                    layers=options.layers,
+                )
 
 
 def prefill_programs(options: Options, sharding: jax.sharding.Sharding, device: str) -> Iterator[Program]:

@@ -137,7 +137,7 @@ def lower_sequence(
     is_abstract = not isinstance(state.positions, jax.Array)
     programs: dict[str, Callable[[], jax.stages.Lowered]] = {
         "decode": functools.partial(
-            lowering.lower_decode, generator.with_batch(rows), decoded, sharding if is_abstract else None
+            lowering.lower_decode, generator.with_batch(rows), decoded, sharding=sharding if is_abstract else None
         )
     }
     for number in sorted(set(first_equal_layers(generator.policies, generator.specs, generator.mesh))):

@@ -499,7 +499,9 @@ def test_random_operations_change_no_tokens(interval):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("policy", [EXACT, kvjax.StreamingLLM(64, compact_every=PERIOD)], ids=["exact", "streaming_llm"])
+@pytest.mark.parametrize(
+    "policy", [EXACT, kvjax.StreamingLLM(64, compact_every=PERIOD)], ids=["exact", "streaming_llm"]
+)
 def test_many_mixed_requests_need_few_programs_and_no_further_memory(policy):
     """Prompts of 20 to 600 tokens and questions to four documents; every answer is the one alone."""
     rng, cache = np.random.default_rng(1), llm().cache(policy)

@@ -231,7 +231,7 @@ def test_each_device_needs_its_share_of_memory():
         generator = Generator(model, POLICIES["exact"], batch=4, max_prompt_tokens=2048, max_new_tokens=64)
         state = lowering.abstract_state(jax.eval_shape(generator.init_state), mesh)
         sharding = None if mesh else jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        memory = lowering.lower_decode(generator, state, sharding).compile().memory_analysis()
+        memory = lowering.lower_decode(generator, state, sharding=sharding).compile().memory_analysis()
         return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
     share = peak_bytes(None) / 8

@@ -19,13 +19,13 @@ from kvjax_models.sharding import KV_SPEC
 
 
 def lower_decode(
-    generator: Generator, state: GenerationState, sharding: jax.sharding.Sharding | None = None
+    generator: Generator, *states: GenerationState, sharding: jax.sharding.Sharding | None = None
 ) -> jax.stages.Lowered:
     """Lowers the program that decodes a block on an accelerator.
 
     Args:
         generator: model, policies and sizes.
-        state: a state, or its shapes.
+        *states: states of groups of rows, or their shapes; the first one is the generator's.
         sharding: sharding of the parameters, which may then be abstract; by default their own.
 
     Returns:
@@ -36,7 +36,14 @@ def lower_decode(
         model = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), model)
     # Arguments of the form that `decode_block` passes, so that a state's own program is not compiled again.
     return decode_program.lower(
-        model, generator.mesh, generator.eos, generator.block_size, (state,), steps, (None,), (generator.scorer,)
+        model,
+        generator.mesh,
+        generator.eos,
+        generator.block_size,
+        states,
+        steps,
+        (None,) * len(states),
+        (generator.scorer,) * len(states),
     )
 
 
