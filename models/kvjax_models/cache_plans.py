@@ -21,7 +21,7 @@ from kvjax.registry import PolicyChoice, fit_policy
 from kvjax_models import compile_cache
 from kvjax_models.runner.auto_policy import Auto, AutoHeads, CachePolicy, HeadValues, resolve_auto, resolve_windows
 from kvjax_models.runner.generator import Generator
-from kvjax_models.runner.plan import Plan
+from kvjax_models.runner.plan import Plan, rope_tokens
 from kvjax_models.runner.state import cache_specs
 from kvjax_models.tokenized_model import TokenizedModel
 
@@ -99,7 +99,7 @@ class CachePlans:
         # The smallest cache of a policy with a budget may be a full one, for a short text; that one does not grow.
         if streaming or compressed.is_short or not compressed.plan.is_resizable:
             return (compressed,)
-        context_tokens = self._context_tokens(num_tokens + max_new_tokens)
+        context_tokens = rope_tokens(self.llm.model.config, _capacity(num_tokens + max_new_tokens))
         block = min(compressed.block_size, _FULL_BLOCK)
         return tuple(
             self._full_rows(capacity, block, compressed.kv_dtype, context_tokens)
@@ -178,15 +178,6 @@ class CachePlans:
             return self._generator_of(plan)
 
         return functools.lru_cache(maxsize=64)(make)
-
-    def _context_tokens(self, tokens: int) -> int:
-        """Returns `Plan.context_tokens` of sequences; equal ones where the rotary embedding does not depend on it."""
-        config = self.llm.model.config
-        longest = max(config.max_length, tokens)
-        capacity = _capacity(tokens)
-        layers = config.attention_layers
-        is_equal = all(config.rotary(number, capacity) == config.rotary(number, longest) for number in layers)
-        return longest if is_equal else capacity
 
     # --- documents ---
 

@@ -28,7 +28,7 @@ class Server:
     """
 
     def __init__(self, cache, settings=None, **access):
-        sizes = {"rows": 3, "max_prompt_tokens": 256, "max_new_tokens": 64, "stream_interval": 4}
+        sizes = {"rows": 3, "max_prompt_tokens": 256, "max_new_tokens": 64, "stream_interval": 4, "warm_up": False}
         self.worker = Worker(lambda: cache, Settings(**sizes | (settings or {})))
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]

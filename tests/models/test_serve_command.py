@@ -15,7 +15,7 @@ from tests.models.serving import MODEL, run_command, wait_until
 from tests.models.support import start_python
 
 COMMAND = "import sys; from kvjax_models import cli; sys.argv[0] = 'kvjax'; cli.run()"
-SIZES = ("--max_prompt_tokens=256", "--max_new_tokens=64")
+SIZES = ("--max_prompt_tokens=256", "--max_new_tokens=64", "--warm_up=false")
 
 
 @pytest.mark.parametrize(

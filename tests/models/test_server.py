@@ -27,7 +27,7 @@ from kvjax_models.server.settings import Settings
 from kvjax_models.server.worker import Worker, _Jobs
 from tests.models import chain, tiny
 from tests.models.serving import MODEL, Server, answers, run_command, wait_until
-from tests.models.support import damage_bytes
+from tests.models.support import count_compilations, damage_bytes
 
 # The last character of a prompt selects the answer.
 EMOJI, FLAG, HAN = "😀", "🇩🇪", "漢字"
@@ -406,7 +406,9 @@ def test_k9_the_end_of_the_worker_is_reported():
     worker.start()
     assert is_reported.wait(60) and str(worker.error) == "no model"
     is_reported.clear()
-    worker = Worker(lambda: make_llm().cache(), Settings(rows=1, max_new_tokens=8), on_failure=is_reported.set)
+    worker = Worker(
+        lambda: make_llm().cache(), Settings(rows=1, max_new_tokens=8, warm_up=False), on_failure=is_reported.set
+    )
     worker.start()
     wait_until(lambda: worker.is_ready)
     worker.stop()
@@ -671,6 +673,18 @@ def test_documents_beyond_the_limit_are_on_disk(random_llm, tmp_path):
                 for name in names[: statuses.count(200)]
             }
             assert len(answers) == 1 and server.metric("kvjax_documents ") == 3
+
+
+def test_a_warm_server_compiles_nothing_for_usual_requests(random_llm):
+    """Neither a prompt, nor a first question to a new document, nor two at a time."""
+    with Server(random_llm.cache("streaming_llm", "50%"), {"warm_up": True}) as server:
+        document = server.post("/v1/documents", text=TEXT_OF_DOCUMENT)[1]["id"]
+        with count_compilations() as num_compiled:
+            ask(server, CHAT, False, "x" * 40, max_tokens=64)
+            ask(server, CHAT, False, "x" * 10, document=document)
+            with concurrent.futures.ThreadPoolExecutor(2) as pool:
+                list(pool.map(lambda question: ask(server, CHAT, False, question, document=document), ("Why?", "How?")))
+        assert num_compiled() <= 4  # two rows joined one by one: a layer and the rest, taken and inserted
 
 
 def test_short_documents_hold_what_the_smallest_cache_holds(random_llm):

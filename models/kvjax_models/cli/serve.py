@@ -34,6 +34,7 @@ class Serve(ModelOptions):
     max_body_bytes: str = "4MiB"  # Maximum size of a request.
     # Maximum bytes of all caches. Requests wait for memory; further documents are on disk, or refused.
     cache_bytes: str = "4GiB"
+    warm_up: bool = True  # Compile the programs of usual requests before the server is ready.
     conversations: int = 16  # Answers whose caches are kept for the next turn, in the memory that others leave.
     documents_dir: str | None = None  # Directory in which documents are saved; they survive a restart.
     name: str | None = None  # Name of the model in requests; by default the last part of --model.
@@ -69,6 +70,7 @@ class Serve(ModelOptions):
             max_new_tokens=self.max_new_tokens,
             max_queue=self.max_queue,
             conversations=self.conversations,
+            warm_up=self.warm_up,
             documents_dir=self.documents_dir,
             cache_bytes=_parse_bytes("cache_bytes", self.cache_bytes),
         )

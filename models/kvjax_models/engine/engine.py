@@ -36,7 +36,7 @@ from kvjax_models.runner.answer_text import AnswerText, check_stop
 from kvjax_models.runner.decode import NO_TOKEN, calls_layers
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.sampling import GREEDY, SampledTokens, Sampling
-from kvjax_models.runner.state import GenerationState, check_seed
+from kvjax_models.runner.state import GenerationState, check_seed, commit_to_device
 from kvjax_models.sharding import mesh_of, replicate
 from kvjax_models.stopwatch import Stopwatch
 
@@ -146,6 +146,11 @@ class Engine:
     def num_waiting(self) -> int:
         """Requests that wait for a row."""
         return len(self._scheduler.waiting)
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the model's vocabulary."""
+        return self._model.config.vocab_size
 
     @property
     def num_programs(self) -> int:
@@ -453,7 +458,8 @@ class Engine:
         state = dataclasses.replace(state, max_positions=replicate(limits, self._mesh))
         if any(request.seed != request.prompt_seed for request in requests):
             state = size.with_batch(batch).reseed(state, seeds)
-        self._ready.append(_Ready(size, requests[0].shared, state, numbers))
+        # Committed or not, arrays are arguments of different programs.
+        self._ready.append(_Ready(size, requests[0].shared, commit_to_device(state, self._mesh), numbers))
 
     # --- places in groups ---
 

@@ -30,7 +30,7 @@ from kvjax_models.runner import decode as decode_lib
 from kvjax_models.runner import prefill as prefill_lib
 from kvjax_models.runner import state as state_lib
 from kvjax_models.runner.decode import Prefixes, SplitModel, append_block, score_block, split_model
-from kvjax_models.runner.plan import Plan
+from kvjax_models.runner.plan import Plan, rope_tokens
 from kvjax_models.runner.prefill import PrefilledLayer, compress_layer, last_logits, prefill_layers
 from kvjax_models.runner.rows import pad_prompts, trim_rows
 from kvjax_models.runner.sampling import GREEDY, Sampling
@@ -252,7 +252,7 @@ class Generator:
             self.mesh,
             seeds,
             samplings,
-            self.context_tokens,
+            rope_tokens(self.config, self.context_tokens),  # equal states of more lengths, which share programs
             state_lib.init_recurrent(self.config, self.batch, self.model.embedding.param_dtype, self.mesh),
         )
         return state if self.mesh is None else state_lib.shard_on_mesh(state, self.mesh)

@@ -18,6 +18,7 @@ from kvjax.messages import shorten
 from kvjax.policy import Policy
 from kvjax.quantization import KVDtype
 from kvjax.spec import check_integer
+from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
 from kvjax_models.runner.state import cache_specs
 from kvjax_models.sharding import mesh_of
@@ -123,6 +124,19 @@ class Plan:
         """
         policies = [policy for policy, spec in zip(self.policies, self.specs, strict=True) if spec.window is None]
         return sum(_held_tokens(policy, tokens) for policy in policies) / (len(policies) * tokens)
+
+
+@functools.lru_cache(maxsize=256)
+def rope_tokens(config: LlamaConfig, tokens: int) -> int:
+    """Returns the length of sequences that rotary embeddings depend on: one for all lengths of most models.
+
+    Args:
+        config: configuration of the model.
+        tokens: maximum length of the sequences.
+    """
+    longest = max(config.max_length, tokens)
+    is_equal = all(config.rotary(one, tokens) == config.rotary(one, longest) for one in config.attention_layers)
+    return longest if is_equal else tokens
 
 
 def _held_tokens(policy: Policy, tokens: int) -> float:

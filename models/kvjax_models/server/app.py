@@ -110,7 +110,12 @@ class _Handlers:
         return FileResponse(_PAGE, headers={"Content-Security-Policy": policy, "X-Frame-Options": "DENY"})
 
     async def health(self, request: Request) -> Response:
-        status = "ok" if self._worker.is_ready else "failed" if self._worker.error else "loading"
+        worker = self._worker
+        status = "warming up" if worker.is_warming_up else "loading"
+        if worker.is_ready:
+            status = "ok"
+        elif worker.error:
+            status = "failed"
         return json_response({"status": status}, 200 if status == "ok" else 503)
 
     async def metrics(self, request: Request) -> Response:

@@ -38,7 +38,12 @@ class Documents:
     """Documents by id."""
 
     def __init__(
-        self, cache: CachedModel, settings: Settings, conversations: Conversations, row_bytes: Callable[[], int]
+        self,
+        cache: CachedModel,
+        settings: Settings,
+        conversations: Conversations,
+        row_bytes: Callable[[], int],
+        warm_up: Callable[[Document], Iterator[None]],
     ) -> None:
         """Opens the directory of documents.
 
@@ -47,12 +52,13 @@ class Documents:
             settings: sizes of the server, directory and limit of bytes.
             conversations: caches that make room for documents.
             row_bytes: returns the bytes that rows need.
+            warm_up: compiles the programs of questions to a document, in steps.
 
         Raises:
             OSError: if the directory cannot be written to.
         """
         self._cache, self._settings, self._conversations = cache, settings, conversations
-        self._row_bytes = row_bytes
+        self._row_bytes, self._warm_up = row_bytes, warm_up
         self._in_memory: collections.OrderedDict[str, Document] = collections.OrderedDict()  # oldest use first
         self._lock: filelock.BaseFileLock | None = None
         self._directory = None if settings.documents_dir is None else pathlib.Path(settings.documents_dir)
@@ -199,6 +205,7 @@ class Documents:
             if path is not None:
                 self._save(document, path)
             self._insert(name, document)
+            yield from self._warm_up(document)
         yield self.describe(name) | {"seconds": round(time.monotonic() - start, 3)}
 
     def delete(self, name: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ class Settings:
         cache_bytes: maximum bytes of all caches: of rows, documents and conversations; None for no limit. Rows take
             precedence over conversations.
         conversations: maximum number of answers whose caches further turns continue.
+        warm_up: whether programs are compiled before the server is ready, and before a document is.
     """
 
     rows: int = 16
@@ -30,3 +31,4 @@ class Settings:
     documents_dir: str | None = None
     cache_bytes: int | None = None
     conversations: int = 16
+    warm_up: bool = True

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -33,6 +33,11 @@ from kvjax_models.server.log import logger, report
 from kvjax_models.server.settings import Settings
 
 _PROMPT_TOKENS = 8192  # of a prompt by default
+# Lengths of prompts, and of questions to a document, that are answered together for their programs. Longer prompts
+# take too long to read.
+_WARM_PROMPTS = [[64], [256], [512], [768], [1024], [1536], [2048], [64, 64], [64, 64, 64, 64]]
+_WARM_QUESTIONS = [[8], [24], [24, 24]]
+_WARM_TOKENS = 33
 
 
 @dataclasses.dataclass(eq=False)
@@ -76,6 +81,7 @@ class _Jobs:
     def __init__(self, engine: Engine, conversations: Conversations) -> None:
         self.engine, self._conversations = engine, conversations
         self.jobs: dict[int, tuple[Job, int]] = {}  # and the index of the sequence, by number of the request
+        self.probes: dict[int, int] = {}  # tokens after which requests end that are answered for their programs
 
     def add(self, job: Job, default_limit: int) -> None:
         """Adds all sequences of a job, or none if one is invalid."""
@@ -130,6 +136,11 @@ class _Jobs:
     def step(self) -> None:
         """Runs a step of the engine and passes its outputs to the jobs."""
         for output in self.engine.step():
+            if output.number in self.probes:
+                self.probes[output.number] -= len(output.tokens)
+                if self.probes[output.number] <= 0 or output.finish_reason is not None:
+                    del self.probes[output.number]
+                    self.engine.abort(output.number)
             if output.number not in self.jobs:  # of a job that was ended
                 continue
             job, index = self.jobs[output.number]
@@ -146,6 +157,24 @@ class _Jobs:
                 self.abort(job, RequestError(output.error, 500))
             else:
                 job.send(output._replace(number=index, prefix=None))  # which the handler must not keep
+
+    def probe(
+        self, lengths: Sequence[int], document: Document | None, max_new_tokens: int | None, num_tokens: int
+    ) -> None:
+        """Adds requests that compile programs.
+
+        Args:
+            lengths: lengths of their prompts.
+            document: the document that they continue.
+            max_new_tokens: maximum number of new tokens, which decides the sizes of their rows.
+            num_tokens: tokens after which they end.
+        """
+        vocab_size = self.engine.vocab_size
+        for row, length in enumerate(lengths):
+            options: Any = {"max_new_tokens": max_new_tokens, "fit_context": True}
+            with contextlib.suppress(ValueError):  # too long for the model or the memory
+                number = self.engine.add([(row + 1) % vocab_size] * length, document, **options)
+                self.probes[number] = num_tokens
 
     def fail(self, error: Exception) -> None:
         """Ends all jobs with an error, without the engine, which may have failed."""
@@ -203,7 +232,7 @@ class Worker:
         self._readings: collections.deque[tuple[Future[Any], Iterator[Any]]] = collections.deque()
         self._jobs: _Jobs | None = None
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
-        self._is_stopping = False
+        self._is_stopping = self._is_warm = False
         self._lock, self._is_closed = threading.Lock(), False  # closed: nobody runs commands any more
 
     def start(self) -> None:
@@ -222,8 +251,13 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the model is loaded and the thread runs."""
-        return self.documents is not None and self._thread.is_alive()
+        """Whether the model is loaded, its programs are compiled and the thread runs."""
+        return self._is_warm and self._thread.is_alive()
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the model is loaded and programs are compiled."""
+        return self.documents is not None and not self._is_warm
 
     @property
     def num_rows(self) -> int:
@@ -341,8 +375,13 @@ class Worker:
             self._longest = cache.rows(*lengths)[-1]
             _check_share(cache, self._longest)
             self._jobs = self._make_jobs()
-            self.documents = Documents(cache, self.settings, self.conversations, self._row_bytes)
+            self.documents = Documents(cache, self.settings, self.conversations, self._row_bytes, self._warm_up)
             logger.info("%s is loaded: %s", self._name, self._describe())
+            for _ in self._warm_up(None):
+                if self._is_stopping:
+                    return
+                self._jobs.step()
+            self._is_warm = True
             while not self._is_stopping:
                 self._run_commands()
                 self._start_jobs()
@@ -381,6 +420,29 @@ class Worker:
             stream_interval=self.settings.stream_interval,
         )
         return _Jobs(engine, self.conversations)
+
+    def _warm_up(self, document: Document | None) -> Iterator[None]:
+        """Compiles programs of usual requests, by answering some.
+
+        Args:
+            document: the document that they continue; None for plain prompts.
+
+        Yields:
+            None before every step of the engine.
+        """
+        if not self.settings.warm_up:
+            return
+        limit, batches = self.settings.max_prompt_tokens, _WARM_QUESTIONS
+        assert limit is not None
+        if document is None:
+            batches = [[length for length in batch if length <= limit] for batch in _WARM_PROMPTS]
+        assert self._jobs is not None
+        max_new_tokens = None if document is not None else self.settings.max_new_tokens
+        for number, batch in enumerate(batches):
+            # The first one runs to the end of a block, and into the next one.
+            self._jobs.probe(batch, document, max_new_tokens, 1 if number else _WARM_TOKENS)
+            while self._jobs.probes:
+                yield
 
     def _start_jobs(self) -> None:
         """Adds waiting jobs to the engine."""
