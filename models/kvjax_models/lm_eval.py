@@ -19,7 +19,7 @@ context is processed once, and every question and option continues a copy.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import lm_eval.models  # noqa: F401 (the harness registers its own models only if none is registered yet)
@@ -301,64 +301,39 @@ class KvjaxLM(TemplateLM):
         """
         self._find_questions(requests)
         texts: list[Any] = [None] * len(requests)
-        # Requests with equal parameters and caches of the same size run together.
-        groups: dict[tuple[str, int, bool], tuple[dict[str, Any], list[_Generation]]] = {}
-        for index, request in enumerate(requests):
-            text, parameters = request.args
-            max_new_tokens = parse_generation_kwargs(parameters, self.max_gen_toks)[1]
-            prompt, question = self._split_context(self.tok_encode(text), max_new_tokens, text)
-            key = repr(sorted(parameters.items())), round_up_length(len(prompt)), bool(question)
-            groups.setdefault(key, (parameters, []))[1].append(_Generation(index, prompt, question))
         with tqdm(total=len(requests), desc="kvjax", disable=disable_tqdm or None) as progress:
-            for parameters, group in groups.values():
-                for index, text in self._generate(group, parameters):
-                    texts[index] = text
-                    self.cache_hook.add_partial("generate_until", requests[index].args, text)
-                    progress.update()
+            for index, text in self._generate(requests):
+                texts[index] = text
+                self.cache_hook.add_partial("generate_until", requests[index].args, text)
+                progress.update()
         return texts
 
-    def _generate(self, group: Sequence["_Generation"], parameters: dict[str, Any]) -> Iterator[tuple[int, str]]:
+    def _generate(self, requests: Sequence[Any]) -> Iterator[tuple[int, str]]:
         """Generates answers by continuous batching; questions continue documents.
 
         Yields:
             The index of a request, and its answer.
         """
-        stop, max_new_tokens, sampling = parse_generation_kwargs(parameters, self.max_gen_toks)
-        longest = max(len(one.question) for one in group)
-        text_tokens, later_tokens = self.round_sizes(max(len(one.prompt) for one in group), longest + max_new_tokens)
-        engine = self.cache.engine(rows=self.batch_size)
-        waiting, numbers = iter(group), dict[int, int]()
+        engine, waiting, numbers = self.cache.engine(rows=self.batch_size), enumerate(requests), dict[int, int]()
         collector = Collector(numbers)
         while True:
             # Documents are read when a row is free, so that few of them are in memory.
-            while engine.num_waiting < engine.num_free_rows and (one := next(waiting, None)) is not None:
+            while engine.num_waiting < engine.num_free_rows and (item := next(waiting, None)) is not None:
+                index, (text, parameters) = item[0], item[1].args
+                stop, max_new_tokens, sampling = parse_generation_kwargs(parameters, self.max_gen_toks)
+                prompt, question = self._split_context(self.tok_encode(text), max_new_tokens, text)
                 document = None
-                if longest:
-                    document = self.cache.read(
-                        one.prompt, max_text_tokens=text_tokens, max_new_tokens=later_tokens, seed=self.seed
-                    )
-                number = engine.add(
-                    one.prompt if document is None else one.question,
-                    document,
-                    sampling=sampling,
-                    stop=stop,
-                    max_new_tokens=max_new_tokens,
-                    seed=seed_of_prompt(self.seed, one.number),
-                )
-                numbers[number] = one.number
+                if question:
+                    capacity = len(question) + max_new_tokens
+                    document = self.cache.read(prompt, max_new_tokens=capacity, seed=self.seed)
+                seed = seed_of_prompt(self.seed, index)
+                options: dict[str, Any] = {"sampling": sampling, "stop": stop, "max_new_tokens": max_new_tokens}
+                numbers[engine.add(question or prompt, document, seed=seed, **options)] = index
             if not engine.has_unfinished:
                 return
             for output in engine.step():
                 if (completion := collector.add(output)) is not None:
                     yield completion.number, completion.text
-
-
-class _Generation(NamedTuple):
-    """A request of the harness for new text."""
-
-    number: int
-    prompt: list[int]
-    question: list[int]  # after the compressed prompt; empty if everything is compressed
 
 
 def parse_generation_kwargs(parameters: dict[str, Any], max_gen_toks: int) -> tuple[list[str], int, Sampling]:
