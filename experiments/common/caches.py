@@ -127,21 +127,32 @@ def sequence_size(generator: Generator, tokens: int, host_bytes: int = 0) -> Cac
         tokens: tokens of the full cache to compare with.
         host_bytes: bytes in host memory.
     """
-    layers = list(zip(generator.policies, generator.specs, strict=True))
+    layers = list(zip(generator.policies, _specs(generator, tokens), strict=True))
+    held = sum(row_bytes(*layer) for layer in layers) + generator.recurrent_row_bytes
     read_bytes = sum(row_read_bytes(*layer) for layer in layers)
-    return CacheSize(generator.row_bytes, host_bytes, read_bytes, *fractions(generator, tokens))
+    return CacheSize(held, host_bytes, read_bytes, *fractions(generator, tokens))
 
 
 def fractions(generator: Generator, tokens: int) -> tuple[float, float]:
     """Returns the bytes that a cache holds and that a step reads, relative to a full bfloat16 cache of `tokens`."""
-    held, read = _row_bytes(generator)
+    held, read = _row_bytes(generator, tokens)
     full = sum(spec.full_cache_bytes(min(tokens, spec.window or tokens)) for spec in generator.specs)
     return held / full, read / full
 
 
-def _row_bytes(generator: Generator) -> tuple[int, int]:
+def _specs(generator: Generator, tokens: int | None = None) -> list[kvjax.CacheSpec]:
+    """Returns the specs of the layers, of full caches with the capacity of a number of tokens."""
+    if tokens is None or not generator.plan.is_resizable:
+        return [*generator.specs]
+    return [
+        dataclasses.replace(spec, max_prompt_tokens=max(tokens - spec.max_new_tokens, 1)) for spec in generator.specs
+    ]
+
+
+def _row_bytes(generator: Generator, tokens: int | None = None) -> tuple[int, int]:
     """Returns the bytes that a sequence holds and reads per step, with unquantized arrays in bfloat16."""
-    layers = [(policy, _reference(spec)) for policy, spec in zip(generator.policies, generator.specs, strict=True)]
+    specs = map(_reference, _specs(generator, tokens))
+    layers = list(zip(generator.policies, specs, strict=True))
     return sum(row_bytes(*layer) for layer in layers), sum(row_read_bytes(*layer) for layer in layers)
 
 

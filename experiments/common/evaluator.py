@@ -150,15 +150,12 @@ class Evaluator:
 
     def _sizes(self, unit: Unit, setting: Setting) -> tuple[CachedModel, Generator]:
         """Returns the cache of a setting and its sizes for the text of a unit."""
-        cache, lengths = setting.cache(self.llm), length_bucket(len(unit.text))
+        cache = setting.cache(self.llm)
         if self.task.kind == "stream":
             return cache, cache.generator(max_prompt_tokens=len(unit.text), max_new_tokens=1, streaming=True)
         if not self.question_seen:
             return cache, cache.document_generator(len(unit.text), self.capacity)
-        budget_tokens = lengths[0] + self.capacity
-        return cache, cache.generator(
-            max_prompt_tokens=lengths[-1], max_new_tokens=self.capacity, budget_tokens=budget_tokens
-        )
+        return cache, cache.rows(len(unit.text), self.capacity)[-1]
 
     def _prepare(self, unit: Unit, settings: list[tuple[CachedModel, Generator]]) -> list[Measure]:
         """Compresses the text of a unit with several settings; returns functions that measure each of them."""
