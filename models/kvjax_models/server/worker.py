@@ -33,10 +33,10 @@ from kvjax_models.server.log import logger, report
 from kvjax_models.server.settings import Settings
 
 _PROMPT_TOKENS = 8192  # of a prompt by default
-# Lengths of prompts, and of questions to a document, that are answered together for their programs. Longer prompts
-# take too long to read.
-_WARM_PROMPTS = [[64], [256], [512], [768], [1024], [1536], [2048], [64, 64], [64, 64, 64, 64]]
-_WARM_QUESTIONS = [[8], [24], [24, 24]]
+# Lengths of prompts that are answered together for their programs; longer ones take too long to read.
+_WARM_PROMPTS = ([64], [256], [512], [768], [1024], [1536], [2048], [64, 64], [64, 64, 64, 64])
+# Lengths of questions to a document, and the maximum number of new tokens, which decides the size of a row.
+_WARM_QUESTIONS = (([8], None), ([24], None), ([24, 24], None), ([24], 32))
 _WARM_TOKENS = 33
 
 
@@ -432,13 +432,13 @@ class Worker:
         """
         if not self.settings.warm_up:
             return
-        limit, batches = self.settings.max_prompt_tokens, _WARM_QUESTIONS
-        assert limit is not None
+        limit = self.settings.max_prompt_tokens
+        assert limit is not None and self._jobs is not None
+        batches: Sequence[tuple[list[int], int | None]] = _WARM_QUESTIONS
         if document is None:
-            batches = [[length for length in batch if length <= limit] for batch in _WARM_PROMPTS]
-        assert self._jobs is not None
-        max_new_tokens = None if document is not None else self.settings.max_new_tokens
-        for number, batch in enumerate(batches):
+            prompts = ([length for length in batch if length <= limit] for batch in _WARM_PROMPTS)
+            batches = [(batch, self.settings.max_new_tokens) for batch in prompts]
+        for number, (batch, max_new_tokens) in enumerate(batches):
             # The first one runs to the end of a block, and into the next one.
             self._jobs.probe(batch, document, max_new_tokens, 1 if number else _WARM_TOKENS)
             while self._jobs.probes:
