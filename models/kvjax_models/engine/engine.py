@@ -480,13 +480,15 @@ class Engine:
             free = next((group for group in groups if not group.in_block), None)
             if free is None and any(group.steps_left <= MAX_WAIT for group in groups):
                 continue
-            self._ready.remove(ready)
             self._make_room(ready)
+            # Room for all rows that will join the group, so that its state is copied once.
+            others = [one for one in self._ready if one.size is ready.size and one.prefix is ready.prefix]
+            num_rows = sum(len(one.numbers) for one in others) + (0 if free is None else len(free.used))
+            width = self._width(ready.size, ready.prefix, num_rows, free)
+            self._ready.remove(ready)
             if free is None:
-                width = self._width(ready.size, ready.prefix, len(numbers))
                 self._groups.append(Group(ready.size, ready.prefix, ready.state, numbers, width))
             else:
-                width = self._width(ready.size, ready.prefix, len(numbers) + len(free.used), free)
                 free.insert(ready.state, numbers, width)
             generators = (ready.size,) if ready.prefix is None else (ready.size, ready.prefix.generator)
             self._is_short |= any(one.is_short for one in generators)
