@@ -275,16 +275,22 @@ def test_continuous_batching_on_a_mesh(name):
 
 
 @needs_devices
-@pytest.mark.parametrize("name", ["snapkv", heavy("chelsea")])
+@pytest.mark.parametrize("name", ["snapkv", heavy("chelsea"), heavy("exact")])
 def test_documents_on_a_mesh(name):
-    """Entries of a text and tails are sharded along heads."""
+    """Entries of a text and tails are sharded along heads, also in an engine with rows of several sizes."""
 
     def answer(mesh):
         model, tokenizer = load_checkpoint(), tiny.make_llm().tokenizer
         llm = LanguageModel(model if mesh is None else shard_model(model, mesh), tokenizer)
-        document = llm.cache(POLICIES[name]).read(list(range(5, 65)), max_new_tokens=32)
+        cache = llm.cache(POLICIES[name])
+        document = cache.read(list(range(5, 65)), max_new_tokens=32)
         texts = document.generate(["ab", "c", "def"], max_new_tokens=12)
-        return texts, [document.generate(["c"], max_new_tokens=12)], document
+        engine = cache.engine(rows=4, stream_interval=3)
+        engine.add([9, 10], document, max_new_tokens=12)
+        for prompt in ([5, 6, 7], list(range(5, 65))):
+            engine.add(prompt, max_new_tokens=40)
+        mixed = [one.tokens for one in engine.complete()[0]]
+        return texts, mixed, [document.generate(["c"], max_new_tokens=12)], document
 
     *expected, _ = answer(None)
     *answers, document = answer(make_mesh(2, data=1, tensor=DEVICES))
