@@ -54,11 +54,13 @@ def test_kernels_and_decoding_compile_for_a_tpu(policies, ops, tmp_path):
     assert collections.Counter(name.split()[0] for name in kernels) == {op: OPS[op] for op in ops}
     decoding_kernels = "weighted_decode", "select_blocks"
     assert all(row["value"] == 0 for name, row in kernels.items() if name.startswith(decoding_kernels))
-    decoding = {name.split()[0]: row for name, row in rows.items() if name not in kernels}
+    of_groups = {name.split()[0]: row for name, row in rows.items() if "two groups" in name}
+    decoding = {name.split()[0]: row for name, row in rows.items() if name not in kernels and "two groups" not in name}
     assert decoding.pop("prefill")["kernels"] == 1
-    assert {name: decoding[name]["kernels"] for name in SYSTEMS} == {
-        name: 2 * number for name, number in SYSTEMS.items()
-    }
+    for programs, groups in ((decoding, 1), (of_groups, 2)):
+        assert {name: programs[name]["kernels"] for name in SYSTEMS} == {
+            name: 2 * groups * number for name, number in SYSTEMS.items()
+        }
     assert all(row["kernels"] >= 2 for row in decoding.values())
 
 
@@ -67,7 +69,7 @@ def test_kernels_and_decoding_compile_for_a_tpu(policies, ops, tmp_path):
 def test_decoding_with_narrow_heads_compiles_without_a_copy(tmp_path):
     policies = (f"--policy={name}" for name in ("exact", "chelsea", "clusterkv_residual"))
     rows = compile_all(tmp_path, "--head_dim=64", "--op=weighted_decode", *policies)
-    assert sum("D=64" in name for name in rows) == 4  # with prefill
+    assert sum("D=64" in name for name in rows) == 7  # with prefill, and with two groups of rows
 
 
 @pytest.mark.heavy
@@ -113,7 +115,8 @@ def test_the_segments_of_a_layer_share_a_launch(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(GPU_COMPILER))
     policies = [f"--policy={name}" for name in ("exact", "uniform", "balancekv", "chelsea")]
     rows = compile_all(tmp_path, "--device=h200", "--shape=llama-3.1-8b", "--op=soft_match", "--batch=1", *policies)
-    decoding = {name.split()[0]: row for name, row in rows.items() if "layers" in name and "prefill" not in name}
+    of_layers = {name: row for name, row in rows.items() if "layers" in name and "groups" not in name}
+    decoding = {name.split()[0]: row for name, row in of_layers.items() if "prefill" not in name}
     assert len(decoding) == len(policies)
     assert all(row["kernels"] == 2 for row in decoding.values())  # of two layers
     assert all(row["launches_per_layer"] < 35 for row in decoding.values())
