@@ -42,7 +42,7 @@ class Options(Flags):
     policy: str = "exact"
     budget: str | None = None
     measure: tuple[str, ...] = repeatable(*_MEASURES[:-1], choices=_MEASURES)
-    answer_tokens: int = 48  # Tokens of every answer but those of `requests`.
+    answer_tokens: int = 48  # Tokens of every answer; `requests` draws its own lengths.
     repetitions: int = 5  # Timed runs after the first two, which compile.
     requests: int = 1000  # Number of requests.
     rows: int = 8  # Maximum number of rows of `requests`.
@@ -58,7 +58,7 @@ class Load:
     """
 
     def __init__(self, options: Options, llm: LanguageModel) -> None:
-        """Loads nothing; see the attributes.
+        """Stores the arguments, and makes the cache that the options name.
 
         Args:
             options: the options.
@@ -216,9 +216,9 @@ def main(options: Options) -> None:
     Args:
         options: the options.
     """
-    load_ = Load(options, load(options.model))
+    requests = Load(options, load(options.model))
     for measure in options.measure:
-        values = getattr(load_, f"measure_{measure}")()
+        values = getattr(requests, f"measure_{measure}")()
         print(json.dumps({"measure": measure, "policy": options.policy, **values}), flush=True)
 
 

@@ -512,7 +512,7 @@ def resize(cache: AnyCache, max_prompt_tokens: int, max_new_tokens: int) -> AnyC
         )
     store = cache.state
     if isinstance(store, AppendOnlyStore):
-        # Nothing is appended to a frozen cache, so that it needs no slots for blocks of attention.
+        # A frozen cache receives no tokens and needs no slots for them.
         is_frozen = isinstance(cache, FrozenCache)
         slots = allocated_slots(spec.capacity) if is_frozen else append_only_store.num_slots(spec, spec.capacity)
         store = append_only_store.resize(store, slots)

@@ -91,7 +91,7 @@ class Evaluator:
         if task.kind in ("generate", "trace"):
             answer = task.answer_tokens
         needed = max(1, max(len(item.tokens) for item in items) + answer)
-        # Tasks of similar needs share compiled programs; `CachedModel.generate` has exactly the answer's capacity.
+        # Tasks of similar needs share compiled programs; `CachedModel.rows` rounds for sequences itself.
         self.capacity = needed if question_seen else length_bucket(needed)[-1]
         self.rows = min(batch, max(len(unit.items) for unit in self.units))
 

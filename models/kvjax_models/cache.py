@@ -518,5 +518,5 @@ def parse_bytes(text: str) -> int:
         ValueError: if it is none.
     """
     if (count := Budget.parse(text).bytes) is None:
-        raise ValueError(f"{shorten(text)} are no bytes; pass a number with a unit (2GiB)")
+        raise ValueError(f"{shorten(text)} is not a number of bytes; pass a number with a unit (2GiB)")
     return count

@@ -5,7 +5,7 @@ A prefix is used in one of two ways:
 - A *shared* prefix is continued by any number of rows. Its entries are held once, never change, and are read once per
   step for all rows; each row holds the tokens after it, its suffix, in a separate cache. Documents are shared prefixes.
 - Any other prefix is copied into a row, whose caches have capacity for further tokens: a conversation whose next turn
-  continues. A full cache holds no more slots than tokens until it is copied.
+  continues. Until it is copied, a full cache has slots for its tokens only.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
+from kvjax.spec import MAX_TOKENS
 from kvjax_models.model.recurrent import RecurrentState
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.sampling import GREEDY, Sampling
@@ -76,7 +77,9 @@ class Prefix:
         """
         entries = tuple(kvjax.freeze(cache, state.counters) for cache in state.layers)
         if generator.plan.is_resizable and not fields.get("rows"):
-            entries = tuple(_resize(one, max(len(tokens), 1), 0) for one in entries)
+            # Sizes are eighths of an octave, or 8 slots, because each is a program.
+            step = max(8, 1 << max(len(tokens).bit_length() - 4, 0))
+            entries = tuple(_resize(one, max(-(-len(tokens) // step), 1) * step, 0) for one in entries)
         return cls(generator, tuple(tokens), entries, state.logits, state.recurrent, **fields)
 
     @property
@@ -88,6 +91,13 @@ class Prefix:
     def num_tokens(self) -> int:
         """Number of tokens, including the ones of `after`."""
         return len(self.tokens) + (0 if self.after is None else self.after.num_tokens)
+
+    @property
+    def num_left(self) -> int:
+        """Maximum number of tokens that a row with a copy of the prefix may still receive; a full cache grows."""
+        if self.generator.plan.is_resizable:
+            return MAX_TOKENS
+        return self.num_first + self.generator.max_new_tokens - len(self.tokens)
 
     @property
     def max_suffix_tokens(self) -> int:

@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 
 import simple_parsing
 
-from kvjax.budget import Budget
-from kvjax_models.cache import CachedModel
+from kvjax_models.cache import CachedModel, parse_bytes
 from kvjax_models.cli import interrupts
 from kvjax_models.cli.options import ModelOptions, repeatable
 
@@ -191,6 +190,5 @@ def _parse_bytes(name: str, text: str) -> int:
         ValueError: if the text is none.
     """
     with contextlib.suppress(ValueError):
-        if (size := Budget.parse(text).bytes) is not None:
-            return size
+        return parse_bytes(text)
     raise ValueError(f"--{name}={text} must be a number of bytes, such as 4GiB")

@@ -35,6 +35,7 @@ from kvjax_models.prompts import Prompt, TemplateOptions
 from kvjax_models.runner.answer_text import AnswerText, check_stop
 from kvjax_models.runner.decode import NO_TOKEN, calls_layers
 from kvjax_models.runner.generator import Generator
+from kvjax_models.runner.plan import Plan
 from kvjax_models.runner.sampling import GREEDY, SampledTokens, Sampling
 from kvjax_models.runner.state import GenerationState, check_seed, commit_to_device
 from kvjax_models.sharding import mesh_of, replicate
@@ -130,7 +131,7 @@ class Engine:
         self.prefill_seconds = self.decode_seconds = 0.0
         self._peak: dict[str, int] = {}
         self._is_short = False
-        self._shapes: dict[Any, int] = {}  # plans by the order of their first use
+        self._plans: dict[Plan | None, int] = {}  # by the order of their first use
 
     @property
     def has_unfinished(self) -> bool:
@@ -146,11 +147,6 @@ class Engine:
     def num_waiting(self) -> int:
         """Requests that wait for a row."""
         return len(self._scheduler.waiting)
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the model's vocabulary."""
-        return self._model.config.vocab_size
 
     @property
     def num_programs(self) -> int:
@@ -199,7 +195,7 @@ class Engine:
         Args:
             prompt: a text, a conversation, or token ids. With a prefix, the token ids that follow it, which may be
                 none; with a document, also a question as for `Document.ask`.
-            prefix: a prefix that the request continues: a document or its prefix, or the prefix of an output.
+            prefix: a prefix that the request continues: a document, its prefix, or the prefix of an output.
             sampling: parameters of sampling.
             stop: strings that finish the sequence and are not part of its text; they may contain special tokens.
             max_new_tokens: maximum number of new tokens; by default what a document was read with, otherwise 256, or
@@ -222,10 +218,7 @@ class Engine:
         """
         tokens = self._checks.encode(prompt, prefix, template_options)
         prefix = prefix if prefix is None or isinstance(prefix, Prefix) else prefix.prefix
-        limit = self._checks.limit(tokens, prefix, max_new_tokens)
-        if fit_context:
-            before = 0 if prefix is None else prefix.num_tokens
-            limit = max(min(limit, self._model.config.max_length - before - len(tokens)), 1)
+        limit = self._checks.limit(tokens, prefix, max_new_tokens, fit_context=fit_context)
         check_seed(seed)
         prompt_seed = seed if prompt_seed is None else int(check_seed(prompt_seed))
         number, stops = self._next_number, check_stop(stop)
@@ -389,7 +382,6 @@ class Engine:
         if padding:  # rows without a request process a token that nobody reads
             seeds, samplings = [*seeds, *[0] * padding], [*samplings, *[GREEDY] * padding]
             prompts += [(0,)] * padding
-        size.split_model  # noqa: B018, flattened once for all batches
         generator, longest = size.with_batch(len(prompts)), max(map(len, prompts))
         if prefix is None:
             state = generator.init_state(seeds, samplings)
@@ -484,15 +476,16 @@ class Engine:
             # Room for all rows that will join the group, so that its state is copied once.
             others = [one for one in self._ready if one.size is ready.size and one.prefix is ready.prefix]
             num_rows = sum(len(one.numbers) for one in others) + (0 if free is None else len(free.used))
-            width = self._width(ready.size, ready.prefix, num_rows, free)
+            kind = self._kind(ready.size, ready.prefix) if free is None else free.kind
+            width = self._width(ready.size, kind, num_rows, free)
             self._ready.remove(ready)
             if free is None:
-                self._groups.append(Group(ready.size, ready.prefix, ready.state, numbers, width))
+                self._groups.append(Group(ready.size, ready.prefix, ready.state, numbers, width, kind))
             else:
                 free.insert(ready.state, numbers, width)
             generators = (ready.size,) if ready.prefix is None else (ready.size, ready.prefix.generator)
             self._is_short |= any(one.is_short for one in generators)
-        self._groups.sort(key=self._shape)
+        self._groups.sort(key=lambda group: group.shape)
         sizes = self._row_sizes()
         if not self._peak or sizes["cache_bytes"] > self._peak["cache_bytes"]:
             self._peak = sizes
@@ -510,7 +503,7 @@ class Engine:
                 size = self._sequences[numbers[0]].size
                 self._ready.append(_Ready(size, group.prefix, resize_rows(group.remove(rows), size), numbers))
             if group.used:
-                group.resize(self._width(group.generator, group.prefix, len(group.used), group))
+                group.resize(self._width(group.generator, group.kind, len(group.used), group))
             else:
                 self._groups.remove(group)
 
@@ -523,33 +516,28 @@ class Engine:
             for group in self._groups:
                 group.resize(len(group.used))
 
-    def _width(self, size: Generator, prefix: Prefix | None, rows: int, group: Group | None = None) -> int:
+    def _width(self, size: Generator, kind: tuple[int, ...], rows: int, group: Group | None = None) -> int:
         """Returns the width that a group should have.
 
         Args:
             size: size of its rows.
-            prefix: their prefix.
+            kind: its `Group.kind`.
             rows: rows in use.
             group: the group, if it exists.
         """
         width = width_for(rows, 0 if group is None else group.width)
-        numbers = self._numbers(size, prefix)
         if self.num_programs >= MAX_PROGRAMS:  # rather free rows than another program
-            known = [one[0][-1] for one in self._programs if len(one) == 1 and one[0][:-1] == numbers]
+            known = [one[0][-1] for one in self._programs if len(one) == 1 and one[0][:-1] == kind]
             width = min((one for one in known if one >= width), default=width)
         if self.max_bytes is None:
             return width
         others = sum(one.width * one.generator.row_bytes for one in self._groups if one is not group)
         return max(min(width, (self.max_bytes - others) // size.row_bytes), rows)
 
-    def _numbers(self, size: Generator, prefix: Prefix | None) -> tuple[int, ...]:
-        """Returns what the programs of a group depend on besides its width."""
-        keys = size.plan, None if prefix is None else prefix.generator.plan
-        return tuple(self._shapes.setdefault(key, len(self._shapes)) for key in keys)
-
-    def _shape(self, group: Group) -> tuple[int, ...]:
-        """Returns what the programs of a group depend on."""
-        return (*self._numbers(group.generator, group.prefix), group.width)
+    def _kind(self, size: Generator, prefix: Prefix | None) -> tuple[int, ...]:
+        """Returns `Group.kind`: a number for the plan of the rows, and one for the plan of the prefix."""
+        plans = size.plan, None if prefix is None else prefix.generator.plan
+        return tuple(self._plans.setdefault(plan, len(self._plans)) for plan in plans)
 
     # --- decoding ---
 
@@ -557,7 +545,7 @@ class Engine:
         """Decodes up to a block in all rows."""
         if not self._groups:
             return []
-        shapes = [self._shape(group) for group in self._groups]
+        shapes = [group.shape for group in self._groups]
         steps = min(self._stream_interval or _BLOCK, *(group.steps_left for group in self._groups))
         outputs: list[Output] = []
         for indices in self._mixes.split(shapes):
@@ -569,7 +557,7 @@ class Engine:
 
     def _decode_together(self, groups: Sequence[Group]) -> list[Output]:
         """Decodes the rows of groups by one program."""
-        self._programs.add(tuple(map(self._shape, groups)))
+        self._programs.add(tuple(group.shape for group in groups))
         sampled = decode_together(groups, self._stream_interval or _BLOCK)
         outputs: list[Output] = []
         for group, tokens in zip(groups, sampled, strict=True):

@@ -16,12 +16,11 @@ from jaxtyping import Array, Bool, Int
 
 import kvjax
 from kvjax.distributed.sharding import shardings
-from kvjax.state import count_row_faults
 from kvjax_models.prefix import Prefix
 from kvjax_models.runner import decode
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.sampling import SampledTokens
-from kvjax_models.runner.state import GenerationState, compact_layers, constrain_state
+from kvjax_models.runner.state import GenerationState, compact_layers, constrain_state, count_faults
 from kvjax_models.sharding import replicate
 
 P = TypeVar("P", kvjax.Cache, GenerationState)
@@ -35,6 +34,7 @@ class Group:
     Attributes:
         generator: sizes and policies of the rows, with one row.
         prefix: the shared prefix that the rows continue.
+        kind: numbers that are equal for groups with equal plans of rows and prefix, which share programs.
         numbers: the request of every row; None for a free one.
         in_block: tokens of the current block.
     """
@@ -46,17 +46,19 @@ class Group:
         state: GenerationState,
         numbers: Sequence[int],
         width: int,
+        kind: tuple[int, ...],
     ) -> None:
         """Creates a group of rows that are prefilled.
 
         Args:
-            generator: see the attributes, as for `prefix`.
+            generator: see the attributes, as for `prefix` and `kind`.
             prefix: the shared prefix.
-            state: state of the rows; donated.
+            state: state of the rows, which the caller must not use again.
             numbers: the requests of its first rows; the others are free.
             width: number of rows.
+            kind: the kind.
         """
-        self.generator, self.prefix, self.in_block = generator, prefix, 0
+        self.generator, self.prefix, self.kind, self.in_block = generator, prefix, kind, 0
         self.numbers: list[int | None] = []
         self._state, self._mesh = state, generator.mesh
         self._set_rows(range(len(numbers)), numbers, width)
@@ -65,6 +67,11 @@ class Group:
     def width(self) -> int:
         """Number of rows."""
         return len(self.numbers)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What the programs of the group depend on."""
+        return (*self.kind, self.width)
 
     @property
     def used(self) -> dict[int, int]:
@@ -78,7 +85,7 @@ class Group:
 
     def sizes(self) -> dict[str, int]:
         """Returns the bytes of the caches of all rows; see `Generator.cache_sizes`."""
-        return self.generator.with_batch(self.width).cache_sizes(self._state)
+        return self.generator.cache_sizes(self._state)
 
     # --- rows ---
 
@@ -86,7 +93,7 @@ class Group:
         """Inserts rows.
 
         Args:
-            state: state of the rows; donated.
+            state: state of the rows.
             numbers: the requests of its first rows; the others are dropped.
             width: the new number of rows, with room for them.
         """
@@ -150,7 +157,7 @@ class Group:
     def finished(self) -> tuple[Bool[np.ndarray, "B"], Bool[np.ndarray, "B"]]:
         """Returns which rows are finished, and which have faults."""
         # Within a block, a fault can only show as logits that are not finite; compactions count the others.
-        faults = self._state.not_finite if self.steps_left else _count_faults(self._state, self._mesh)
+        faults = self._state.not_finite if self.steps_left else count_faults(self._state, self._mesh)
         return np.asarray(self._state.done), np.asarray(faults) > 0
 
     def end_block(self) -> None:
@@ -161,7 +168,7 @@ class Group:
     def take_settled(self, row: int) -> GenerationState | None:
         """Returns a copy of a row without staged tokens; None if the compaction of its last ones has faults."""
         state = compact_layers(take_rows(self._state, [row], self._mesh))
-        return None if np.asarray(_count_faults(state, self._mesh)).any() else state
+        return None if np.asarray(count_faults(state, self._mesh)).any() else state
 
     def describe_faults(self, row: int) -> str:
         """Returns the faults of a row."""
@@ -265,13 +272,6 @@ def _finish_rows(state: GenerationState, rows: Array, mesh: Mesh | None) -> Gene
     return constrain_state(dataclasses.replace(state, done=state.done | rows), mesh)
 
 
-@functools.partial(jax.jit, static_argnames=("mesh",))
-def _count_faults(state: GenerationState, mesh: Mesh | None) -> Int[Array, "B"]:
-    """Returns the number of faults of every row."""
-    faults: Any = count_row_faults(state)
-    return faults
-
-
 def _constrain(part: Any, mesh: Mesh | None) -> Any:
     """Returns a layer or a state in its sharding."""
     if mesh is None:
@@ -279,6 +279,3 @@ def _constrain(part: Any, mesh: Mesh | None) -> Any:
     if isinstance(part, GenerationState):
         return constrain_state(part, mesh)
     return jax.lax.with_sharding_constraint(part, shardings(part, mesh))
-
-
-PROGRAMS = (_take, _insert, _resize, _finish_rows, _count_faults)

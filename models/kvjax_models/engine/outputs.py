@@ -77,7 +77,7 @@ class Usage:
         prefill_seconds: seconds until the first new token could be sampled, without compilation.
         decode_seconds: seconds of all decode steps, without compilation.
         compile_seconds: seconds of tracing and compilation.
-        cache_bytes: bytes of the rows' caches on the device.
+        cache_bytes: bytes of the rows' caches on the device, when they took the most; the others are of this time.
         host_bytes: bytes of the rows' caches in host memory.
         read_bytes: bytes that one decode step reads, of all rows and of shared prefixes.
         full_cache_bytes: bytes of full bfloat16 caches of the same capacity, of all rows and of shared prefixes.

@@ -141,7 +141,17 @@ class RequestChecks:
             raise TypeError(f"a prompt after a prefix must be token ids, got {type(prompt).__name__}")
         return tuple(prefix.encode(cast(Prompt, prompt)))
 
-    def limit(self, tokens: Sequence[int], prefix: Prefix | None, max_new_tokens: int | None) -> int:
+    def limit(
+        self, tokens: Sequence[int], prefix: Prefix | None, max_new_tokens: int | None, *, fit_context: bool
+    ) -> int:
+        """Returns the maximum number of new tokens, as `Engine.add` describes it."""
+        limit = self._limit(tokens, prefix, max_new_tokens)
+        if not fit_context:
+            return limit
+        before = 0 if prefix is None else prefix.num_tokens
+        return max(min(limit, self._model.config.max_length - before - len(tokens)), 1)
+
+    def _limit(self, tokens: Sequence[int], prefix: Prefix | None, max_new_tokens: int | None) -> int:
         """Returns the maximum number of new tokens; by default what prefix or context leave."""
         if prefix is None and not tokens:
             raise ValueError("the prompt is empty; it must have at least one token")
@@ -170,11 +180,10 @@ class RequestChecks:
         prefix, shared = request.prefix, request.shared
         if prefix is not None and prefix is not shared and not prefix.generator.plan.is_resizable:
             # The row of a compressed prefix keeps its size.
-            capacity = prefix.num_first + prefix.generator.max_new_tokens - len(prefix.tokens)
-            if len(request.prompt) + request.max_new_tokens > capacity:
+            if len(request.prompt) + request.max_new_tokens > prefix.num_left:
                 raise ValueError(
                     f"{len(request.prompt)} tokens of the prompt and max_new_tokens={request.max_new_tokens} exceed "
-                    f"the {capacity} tokens that the row of the prefix has capacity for"
+                    f"the {prefix.num_left} tokens that the row of the prefix has capacity for"
                 )
             return (prefix.generator,)
         sizes = self._sizes if shared is None else shared.rows
@@ -187,7 +196,15 @@ class RequestChecks:
 
 
 def check_bytes(sizes: Sequence[Generator], max_bytes: int | None) -> None:
-    """Checks that a row can fit."""
+    """Checks that a row can fit.
+
+    Args:
+        sizes: the sizes that it has in turn.
+        max_bytes: maximum bytes of all rows.
+
+    Raises:
+        ValueError: if its last size takes more.
+    """
     if max_bytes is not None and sizes[-1].row_bytes > max_bytes:
         raise ValueError(
             f"the row of the request takes up to {format_bytes(sizes[-1].row_bytes)}, more than the "

@@ -14,7 +14,7 @@ A *group* is rows of one size. It has a width, of which some rows may be free.
 
 import collections
 import dataclasses
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 
 MAX_PROGRAMS = 40  # of decode steps, after which groups have free rows rather than another width
 MAX_WAIT = 32  # steps that rows wait for the end of a group's block, rather than begin a second group
@@ -121,11 +121,8 @@ class Scheduler:
 
     def finish(self, number: int) -> None:
         """Ends a request that waits or has started."""
-        self.started.pop(number, None)
-        for request in self.waiting:
-            if request.number == number:
-                self.waiting.remove(request)
-                return
+        if self.started.pop(number, None) is None:
+            self.waiting = collections.deque(request for request in self.waiting if request.number != number)
 
 
 def width_for(rows: int, width: int = 0) -> int:
@@ -167,16 +164,19 @@ class Mixes:
             Indices of groups.
         """
         programs: list[list[int]] = []
-        for first in range(0, len(shapes), self.max_groups):
-            mix = tuple(shapes[first : first + self.max_groups])
-            indices = [*range(first, first + len(mix))]
+        for indices, mix in self._mixes(shapes):
             programs += [indices] if len(mix) == 1 or mix in self._compiled else [[index] for index in indices]
         return programs
 
     def count(self, shapes: Sequence[Hashable], steps: int) -> None:
         """Counts the steps of groups, after which the next ones of the same mix may be one program."""
-        for first in range(0, len(shapes), self.max_groups):
-            mix = tuple(shapes[first : first + self.max_groups])
+        for _, mix in self._mixes(shapes):
             self._steps[mix] += steps
             if len(mix) > 1 and self._steps[mix] >= _APART_STEPS and len(self._compiled) < _MAX_MIXES:
                 self._compiled.add(mix)
+
+    def _mixes(self, shapes: Sequence[Hashable]) -> Iterator[tuple[list[int], tuple[Hashable, ...]]]:
+        """Yields indices and shapes of groups that may become one program."""
+        for first in range(0, len(shapes), self.max_groups):
+            mix = tuple(shapes[first : first + self.max_groups])
+            yield [*range(first, first + len(mix))], mix

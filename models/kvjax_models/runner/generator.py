@@ -167,6 +167,8 @@ class Generator:
 
     def with_batch(self, batch: int) -> "Generator":
         """Returns a copy with another batch size; rows of its states can be inserted into states of this generator."""
+        if batch == self.batch:
+            return self
         other = copy.copy(self)
         other._set_batch(batch)
         return other
@@ -186,18 +188,19 @@ class Generator:
         """Returns the bytes of the caches of all rows, from shapes and dtypes; recurrent states count in all of them.
 
         Args:
-            state: a state.
+            state: a state of this generator, with any number of rows.
 
         Returns:
             `cache_bytes` on the device, `host_bytes` in host memory, `read_bytes` of one decode step, and
             `full_cache_bytes` of full bfloat16 caches of the same capacity.
         """
-        held, recurrent = kvjax.cache_bytes(state.layers), self.batch * self.recurrent_row_bytes
-        full = self.batch * sum(spec.full_cache_bytes(spec.capacity) for spec in self.specs)
+        batch = state.positions.shape[0]
+        held, recurrent = kvjax.cache_bytes(state.layers), batch * self.recurrent_row_bytes
+        full = batch * sum(spec.full_cache_bytes(spec.capacity) for spec in self.specs)
         return {
             "cache_bytes": held.device + recurrent,
             "host_bytes": held.host,
-            "read_bytes": self.batch * self.plan.row_read_bytes + recurrent,
+            "read_bytes": batch * self.plan.row_read_bytes + recurrent,
             "full_cache_bytes": full + recurrent,
         }
 

@@ -334,13 +334,18 @@ def check_faults(state: GenerationState, mesh: Mesh | None) -> None:
         state: state to check.
         mesh: mesh of the state.
     """
-    if np.asarray(_count_faults(state, mesh)).any():
+    if np.asarray(count_faults(state, mesh)).any():
         kvjax.raise_faults(state)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
-def _count_faults(state: GenerationState, mesh: Mesh | None) -> Int[Array, "B"]:
-    """Returns the sum of all fault counters per row."""
+def count_faults(state: GenerationState, mesh: Mesh | None) -> Int[Array, "B"]:
+    """Returns the sum of all fault counters per row.
+
+    Args:
+        state: a state.
+        mesh: mesh of the state.
+    """
     faults = count_row_faults(state)
     assert faults is not None  # `not_finite` is a fault counter
     return constrain_replicated(faults, mesh)
@@ -407,4 +412,4 @@ def commit_to_device(state: GenerationState, mesh: Mesh | None) -> GenerationSta
     return state if mesh is not None else jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
 
 
-PROGRAMS = (_init_layer, _init_rows, _init_recurrent, compact_layer, _count_faults, shard_on_mesh)
+PROGRAMS = (_init_layer, _init_rows, _init_recurrent, compact_layer, count_faults, shard_on_mesh)

@@ -247,7 +247,7 @@ class Documents:
         held = self.fixed_bytes() + (self._row_bytes() if self._directory is None else 0)
         if limit is not None and held + needed > limit:
             raise RequestError(
-                f"the document takes {format_bytes(needed)} and others and rows {format_bytes(held)} of "
+                f"the document takes {format_bytes(needed)}, and other documents and rows {format_bytes(held)}, of "
                 f"cache_bytes={format_bytes(limit)}; delete others, or shorten the text",
                 507,
                 code="documents_full",

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 
 import kvjax
 from kvjax.budget import format_bytes
-from kvjax.spec import MAX_TOKENS
 from kvjax_models.cache import CachedModel
 from kvjax_models.document import Document
 from kvjax_models.engine import Engine, Output, seed_of_prompt
@@ -94,9 +93,9 @@ class _Jobs:
                 suffix = prompt[job.num_reused :]
                 limit = job.max_new_tokens
                 if limit is None and job.document is None:
-                    limit = (
-                        default_limit if prefix is None else min(default_limit, _capacity_after(prefix) - len(suffix))
-                    )
+                    limit = default_limit
+                    if prefix is not None:
+                        limit = min(limit, prefix.num_left - len(suffix))
                 seed = seed_of_prompt(job.seed, index)
                 options: Any = {"sampling": job.sampling, "stop": job.stop, "seed": seed}
                 # The `n` answers to one prompt share its prefill.
@@ -119,7 +118,7 @@ class _Jobs:
         if prefix is not None:
             # Without a limit, a short answer is not worth the time that a continued row saves.
             needed = max(default_limit // 2, 1) if job.max_new_tokens is None else job.max_new_tokens
-            if len(job.prompts[0]) - len(prefix.tokens) + needed > _capacity_after(prefix):
+            if len(job.prompts[0]) - len(prefix.tokens) + needed > prefix.num_left:
                 return None
         return prefix
 
@@ -169,11 +168,10 @@ class _Jobs:
             max_new_tokens: maximum number of new tokens, which decides the sizes of their rows.
             num_tokens: tokens after which they end.
         """
-        vocab_size = self.engine.vocab_size
-        for row, length in enumerate(lengths):
+        for token, length in enumerate(lengths, 1):  # prompts that differ, because equal ones are read once
             options: Any = {"max_new_tokens": max_new_tokens, "fit_context": True}
             with contextlib.suppress(ValueError):  # too long for the model or the memory
-                number = self.engine.add([(row + 1) % vocab_size] * length, document, **options)
+                number = self.engine.add([token] * length, document, **options)
                 self.probes[number] = num_tokens
 
     def fail(self, error: Exception) -> None:
@@ -187,13 +185,6 @@ class _Jobs:
     def _send_held_text(self, number: int, job: Job, index: int) -> None:
         if text := self.engine.take_held_text(number):
             job.send(Output(index, text, [], None))
-
-
-def _capacity_after(prefix: Prefix) -> int:
-    """Returns how many further tokens a row with a prefix may have."""
-    if prefix.generator.plan.is_resizable:  # a full cache grows
-        return MAX_TOKENS
-    return prefix.num_first + prefix.generator.max_new_tokens - len(prefix.tokens)
 
 
 class Worker:
@@ -298,7 +289,11 @@ class Worker:
         return max(reserve, 0 if self._jobs is None else self._jobs.engine.needed_bytes)
 
     def _limit_rows(self, held_bytes: int) -> None:
-        """Gives rows the memory besides some bytes."""
+        """Gives rows the memory that other caches leave.
+
+        Args:
+            held_bytes: bytes of the other caches.
+        """
         if self.settings.cache_bytes is not None and self._jobs is not None:
             self._jobs.engine.max_bytes = max(self.settings.cache_bytes - held_bytes, 1)
 
