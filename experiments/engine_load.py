@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
 from experiments.common.flags import Flags, repeatable, run_command
 from kvjax_models import CachedModel, LanguageModel, load
@@ -125,6 +126,8 @@ class Load:
                 index = numbers[output.number]
                 tokens[index] += output.tokens
                 num_finished += output.finish_reason is not None
+                if output.finish_reason is not None and num_finished % 100 == 0:
+                    logging.info("%d requests finished, %d programs", num_finished, engine.num_programs)
                 if output.finish_reason is None and index in aborted and rng.random() < 0.5:
                     engine.abort(output.number)
                 if output.finish_reason is not None and num_finished in (len(requests) // 5, len(requests)):
