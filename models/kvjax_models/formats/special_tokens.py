@@ -16,6 +16,7 @@ import tokenizers
 
 # A noncharacter of Unicode: a mark after the first character of a special token; two of them are the character itself.
 MARK = "\ufdd0"
+_MARKS = re.compile(f"{MARK}+")
 _OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
 
 
@@ -39,8 +40,7 @@ class SpecialTokens:
         self.ids, self._names = frozenset(names), frozenset(names.values())
         trie = _trie_pattern(self._names) if names else "(?!)"
         self._pattern, self._start = re.compile(trie), re.compile(f"(?=(?:{trie}))(.)", re.DOTALL)
-        first = "|".join(sorted({re.escape(name[0]) for name in self._names})) or "(?!)"
-        self._marks = re.compile(f"({first})?({MARK}+)")
+        self._first = {name[0] for name in self._names}
         self._prefixes = {name[:length] for name in self._names for length in range(1, len(name))}
         self._longest = max(map(len, self._prefixes), default=0)
 
@@ -77,8 +77,14 @@ class SpecialTokens:
         """
         renamed, prefix, ids = self._renamed
         text = self._pattern.sub(lambda match: prefix + match[0], text)
-        text = self._marks.sub(_without_mark, text)
-        return [ids.get(token, token) for token in renamed.encode(text, add_special_tokens=False).ids]
+        text = _MARKS.sub(self._without_mark, text)
+        return [ids.get(token, token) for token in encode(renamed, text)]
+
+    def _without_mark(self, match: re.Match[str]) -> str:
+        """Returns what marks stand for: an odd one after the first character of a special token is no text."""
+        pairs, is_odd = divmod(len(match[0]), 2)
+        is_first = match.string[match.start() - 1 : match.start()] in self._first
+        return MARK * (pairs + (is_odd and not is_first))
 
     @functools.cached_property
     def _renamed(self) -> tuple[tokenizers.Tokenizer, str, dict[int, int]]:
@@ -100,10 +106,18 @@ class SpecialTokens:
         return renamed, prefix, {renamed.token_to_id(name): token for token, name in names.items()}
 
 
-def _without_mark(match: re.Match[str]) -> str:
-    """Returns the text that is marked as the first character of a special token and marks."""
-    pairs, is_odd = divmod(len(match[2]), 2)
-    return (match[1] or MARK * is_odd) + MARK * pairs
+def encode(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    """Encodes a text without adding special tokens.
+
+    Args:
+        backend: the tokenizer.
+        text: the text.
+
+    Returns:
+        The token ids.
+    """
+    # A single text is encoded under Python's global lock, which stops all threads for seconds if the text is long.
+    return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def _trie_pattern(words: Iterable[str]) -> str:

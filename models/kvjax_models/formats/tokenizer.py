@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import tokenizers
 
 from kvjax_models.formats import chat_template, files
-from kvjax_models.formats.special_tokens import MARK, SpecialTokens
+from kvjax_models.formats.special_tokens import MARK, SpecialTokens, encode
 
 T = TypeVar("T")
 
@@ -129,7 +129,7 @@ class Tokenizer:
         problem = "the tokenizer cannot encode this text"
         if MARK in text:
             return call_backend(problem, self._special_tokens.encode, text)
-        return call_backend(problem, self.backend.encode, text, add_special_tokens=False).ids
+        return call_backend(problem, encode, self.backend, text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decodes the tokens of an entire text; `decode_continuation` decodes tokens that follow others.
