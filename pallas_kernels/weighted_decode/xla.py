@@ -48,6 +48,12 @@ def weighted_decode(queries: Float[Array, "B H R D"], *stores: Entries, logits: 
         max_slots = 0 if target().platform == "cpu" else MAX_LOGITS // (batch * heads * count)
         block = max(max_slots // SLOT_BLOCK * SLOT_BLOCK, MANY_QUERIES_BLOCK)
         return _attend_in_blocks(_attend_many_queries, block, queries, entries, logits)
+    stored = {entries.slot_arrays[name].dtype for name in ("keys", "values") if name in entries.slot_arrays}
+    if target().platform == "cpu" and stored == {jnp.dtype(jnp.bfloat16)} == {queries.dtype}:
+        # XLA:CPU multiplies bfloat16 numbers as they are in this order of axes, and if there are at least two rows.
+        several = jnp.pad(queries, ((0, 0), (0, 0), (0, int(count == 1)), (0, 0)))
+        partials = _attend_many_queries(several, entries, logits)
+        return jax.tree.map(lambda x: x[:, :, :count], partials)
     if entries.slot_arrays["keys"].dtype.itemsize > 1:
         return _attend_few_queries(queries, entries, logits)
     # XLA:CPU has no eight-bit products. It would convert all entries to float32 in memory, or hoist the conversion out

@@ -512,9 +512,7 @@ class Llama(nnx.Module):
         # Contracted with the embedding itself: a transposed copy would double a tied model's largest tensor.
         weights = self.embedding.embedding[...] if self.config.tied_embeddings else self.head.kernel[...]
         width_axis = 1 if self.config.tied_embeddings else 0
-        return jax.lax.dot_general(
-            x, weights, (((x.ndim - 1,), (width_axis,)), ((), ())), preferred_element_type=jnp.float32
-        )
+        return dot_general(x, weights, (((x.ndim - 1,), (width_axis,)), ((), ())), preferred_element_type=jnp.float32)
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         """Returns the logits of every position with full causal attention."""

@@ -104,8 +104,9 @@ def make_linear(quantized: bool, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs) ->
 def dot_general(x: Float[Array, "..."], kernel: Float[Array, "..."], dimensions: Any, **options: Any) -> Array:
     """Multiplies as `jax.lax.dot_general`, on CPUs with sums in float32.
 
-    CPUs with instructions for bfloat16 products use them only if the result is float32; otherwise XLA:CPU converts the
-    operands to float32, and prefill takes several times as long. Accelerators always sum in float32.
+    XLA:CPU multiplies bfloat16 numbers as they are only if the result is float32 and `x` has at least two rows;
+    otherwise it converts the weights to float32 in memory, which takes several times as long as the product.
+    Accelerators always sum in float32.
 
     Args:
         x: activations.
@@ -121,9 +122,14 @@ def dot_general(x: Float[Array, "..."], kernel: Float[Array, "..."], dimensions:
         return jax.lax.dot_general(x, kernel, dimensions, **options)
 
     def multiply_in_float32(x: Array, kernel: Array) -> Array:
-        """Rounds sums in float32."""
+        """Rounds sums in float32; a row of zeros accompanies a single one."""
+        ((contracted, _), (batch, _)) = dimensions
+        axes = [axis for axis in range(x.ndim) if axis not in (*contracted, *batch)]
+        is_one_row = not batch and bool(axes) and all(x.shape[axis] == 1 for axis in axes)
+        if is_one_row:
+            x = jnp.pad(x, [(0, int(axis == axes[0])) for axis in range(x.ndim)])
         product = jax.lax.dot_general(x, kernel, dimensions, **{**options, "preferred_element_type": jnp.float32})
-        return product.astype(x.dtype)
+        return (product[:1] if is_one_row else product).astype(options.get("preferred_element_type") or x.dtype)
 
     if x.dtype != jnp.bfloat16 or kernel.dtype != jnp.bfloat16:
         return multiply(x, kernel)
