@@ -94,8 +94,8 @@ class CachePlans:
             max_new_tokens: maximum number of tokens after it.
             streaming: whether prompts are compressed while they are processed; see `Plan`.
         """
-        lengths = compile_cache.length_bucket(max(num_tokens, 1)), compile_cache.length_bucket(max_new_tokens)
-        compressed = self._rows_of_lengths(*lengths, streaming)
+        prompts = compile_cache.length_bucket(max(num_tokens, 1))
+        compressed = self._rows_of_lengths(prompts, _similar_answers(prompts, max_new_tokens), streaming)
         # The smallest cache of a policy with a budget may be a full one, for a short text; that one does not grow.
         if streaming or compressed.is_short or not compressed.plan.is_resizable:
             return (compressed,)
@@ -285,6 +285,25 @@ class CachePlans:
         return Plan(
             self.llm.model, resolved, **lengths, context_tokens=context_tokens, kv_dtype=kv_dtype, is_short=is_short
         )
+
+
+def _similar_answers(prompts: range, max_new_tokens: int) -> range:
+    """Returns the lengths of answers whose rows have one size, so that they share programs.
+
+    Args:
+        prompts: lengths of the prompts.
+        max_new_tokens: length of an answer.
+
+    Returns:
+        As many lengths as those of `compile_cache.length_bucket`, or an eighth of a prompt if that is more: a budget,
+        which is a share of the shortest prompt and answer, is smaller than that of a row of its own by at most this.
+    """
+    lengths = compile_cache.length_bucket(max_new_tokens)
+    step = 1 << max(prompts.start // 8, 1).bit_length() - 1
+    if step <= len(lengths):
+        return lengths
+    last = -(-max(max_new_tokens, 1) // step) * step
+    return range(last - step + 1, last + 1)
 
 
 def _capacity(tokens: int) -> int:

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax_models import LanguageModel
+from kvjax_models import LanguageModel, compile_cache
 from kvjax_models.engine import Collector, Output
 from kvjax_models.runner import prefill
 from kvjax_models.runner.answer_text import AnswerText, check_stop
@@ -440,6 +440,20 @@ def test_rows_follow_their_tokens():
     state = dataclasses.replace(state, done=jnp.zeros(1, bool), max_positions=jnp.full(1, 10**6))
     expected = decode_all(alone, alone.prefill(state, [question]), 200)[0][0]
     assert collect(some_engine)[0][1] == expected
+
+
+def test_answers_of_similar_lengths_share_a_compressed_row():
+    cache = llm().cache("uniform:recent=16", "50%")
+    for prompt in (100, 650, 3000):
+        shortest = compile_cache.length_bucket(prompt).start
+        sizes = {}
+        for answer in range(1, 700):
+            (row,) = cache.rows(prompt, answer)
+            sizes.setdefault(row, []).append(answer)
+        for row, answers in sizes.items():
+            assert answers[-1] <= row.plan.max_new_tokens
+            assert answers[-1] - answers[0] < max(16, shortest / 8, answers[-1] / 4)
+    assert len(sizes) <= 6
 
 
 def test_requests_wait_for_bytes():
