@@ -50,9 +50,9 @@ def weighted_decode(queries: Float[Array, "B H R D"], *stores: Entries, logits: 
         return _attend_in_blocks(_attend_many_queries, block, queries, entries, logits)
     stored = {entries.slot_arrays[name].dtype for name in ("keys", "values") if name in entries.slot_arrays}
     if target().platform == "cpu" and stored == {jnp.dtype(jnp.bfloat16)} == {queries.dtype}:
-        # XLA:CPU multiplies bfloat16 numbers as they are in this order of axes, and if there are at least two rows.
+        # XLA:CPU multiplies bfloat16 numbers as they are in the order of axes of many queries, of at least two.
         several = jnp.pad(queries, ((0, 0), (0, 0), (0, int(count == 1)), (0, 0)))
-        partials = _attend_many_queries(several, entries, logits)
+        partials = _attend_many_queries(several, entries, logits, exact_weights=True)
         return jax.tree.map(lambda x: x[:, :, :count], partials)
     if entries.slot_arrays["keys"].dtype.itemsize > 1:
         return _attend_few_queries(queries, entries, logits)
@@ -163,11 +163,13 @@ def _weighted_values(
     return 2 * codes - packing.largest(bits) * jnp.sum(weights, axis=(2, 4))[..., None]
 
 
-def _attend_many_queries(queries: Float[Array, "B H R D"], entries: Entries, logits: bool) -> Partials:
+def _attend_many_queries(
+    queries: Float[Array, "B H R D"], entries: Entries, logits: bool, *, exact_weights: bool = False
+) -> Partials:
     """Returns partials of many queries, as in prefill.
 
     XLA:CPU is two to five times as fast with slots as the last axis. Products use the dtype of queries and entries,
-    which is the fast one of matrix units.
+    which is the fast one of matrix units; weights are rounded to it, unless `exact_weights`.
     """
     arrays = entries.slot_arrays
     keys = _unpacked(arrays["keys"], entries.bits["keys"]).astype(product_dtype(queries.dtype, arrays["keys"].dtype))
@@ -181,8 +183,13 @@ def _attend_many_queries(queries: Float[Array, "B H R D"], entries: Entries, log
     if weights is not None:
         dtype = product_dtype(queries.dtype, arrays["values"].dtype)
         values = _unpacked(arrays["values"], entries.bits["values"]).astype(dtype)
-        weights = weights.astype(dtype)
-        numerator = jnp.einsum("bhrs,bhsd->bhrd", weights, values, preferred_element_type=jnp.float32)
+        parts = [weights]
+        if exact_weights:  # rows of rounded weights, and rows of what rounding leaves
+            rounded = jax.lax.reduce_precision(weights, exponent_bits=8, mantissa_bits=7)
+            parts = [rounded, weights - rounded]
+        rows = jnp.concatenate(parts, axis=2).astype(dtype)
+        numerator = jnp.einsum("bhrs,bhsd->bhrd", rows, values, preferred_element_type=jnp.float32)
+        numerator = functools.reduce(jnp.add, jnp.split(numerator, len(parts), axis=2))
     return Partials(maximum, numerator, denominator, den_logits if logits else None)
 
 
