@@ -31,7 +31,7 @@ EXACT_SUFFIX_TOKENS = 4096  # suffixes of documents hold all their tokens up to 
 # Tokens between two compactions of a full cache. A request waits for the end of a block, and the staging buffer, which
 # has the dtype of the model, would be half of the bytes of a short row with 64 tokens.
 _FULL_BLOCK = 32
-_MIN_CAPACITY = 64  # of a full cache that grows
+_MIN_CAPACITY = 256  # of a full cache that grows: every capacity is a program, and so few slots take no time
 _ROOM = 128  # tokens after the prompt that a full cache has room for before it grows
 
 

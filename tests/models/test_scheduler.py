@@ -121,7 +121,8 @@ def test_groups_run_by_one_program_after_they_ran_apart():
         assert mixes.split("ab") == [[0], [1]]
         mixes.count("ab", 8)
     assert mixes.split("ab") == [[0, 1]] and mixes.split("ac") == [[0], [1]]
-    assert mixes.split("abab") == [[0, 1], [2, 3]]  # programs of two groups at most
+    assert mixes.split("aabb") == [[0, 2], [1, 3]]  # programs of two groups at most
+    assert mixes.split("abc") == [[0, 1], [2]]
     for first in range(100):  # further mixes stay apart
         mixes.count([first, first + 1], 100)
     programs = sum(len(mixes.split([first, first + 1])) == 1 for first in range(100))

@@ -119,7 +119,10 @@ class Engine:
         self._max_prefill_tokens, self._stream_interval = max_prefill_tokens, stream_interval
         self._scheduler = Scheduler(rows, max_bytes)
         # A program of all layers is compiled for every mix of groups; the one of a layer is small.
-        self._mixes = Mixes(8 if calls_layers(model, mesh) else 2)
+        by_layer = calls_layers(model, mesh)
+        self._mixes = Mixes(8 if by_layer else 2)
+        # On a CPU, prompts of more than some tokens take their own time in a batch, too, and every batch is a program.
+        self._batches_prompts = not by_layer
         self._groups: list[Group] = []
         self._programs: set[tuple[Any, ...]] = set()  # by the shapes of their groups
         self._sequences: dict[int, RunningSequence] = {}  # that are not finished, by number
@@ -229,7 +232,7 @@ class Engine:
         self._next_number += 1
         self._prompt_tokens += len(tokens)
         self._sequences[number] = RunningSequence(request, sizes, AnswerText(self._tokenizer, request.context, stops))
-        self._scheduler.add(waiting(request, sizes))
+        self._scheduler.add(waiting(request, sizes, batches_prompts=self._batches_prompts))
         return number
 
     def abort(self, number: int) -> None:

@@ -213,11 +213,17 @@ def check_bytes(sizes: Sequence[Generator], max_bytes: int | None) -> None:
         )
 
 
-def waiting(request: Request, sizes: Sequence[Generator]) -> Waiting:
-    """Returns a request as the scheduler takes it."""
+def waiting(request: Request, sizes: Sequence[Generator], *, batches_prompts: bool) -> Waiting:
+    """Returns a request as the scheduler takes it.
+
+    Args:
+        request: the request.
+        sizes: the sizes that its row has in turn.
+        batches_prompts: whether prompts without a prefix are prefilled as batches.
+    """
     prefix, num_tokens = request.prefix, len(request.prompt)
     batch: Any = None
-    if prefix is None and not sizes[0].streaming:
+    if prefix is None and batches_prompts and not sizes[0].streaming:
         batch = (sizes[0], compile_cache.length_bucket(num_tokens)[-1])
     elif request.shared is prefix and num_tokens:
         # Rows of a batch take the time of the longest one.

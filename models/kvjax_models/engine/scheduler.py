@@ -14,7 +14,7 @@ A *group* is rows of one size. It has a width, of which some rows may be free.
 
 import collections
 import dataclasses
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 MAX_PROGRAMS = 40  # of decode steps, after which groups have free rows rather than another width
 MAX_WAIT = 32  # steps that rows wait for the end of a group's block, rather than begin a second group
@@ -155,7 +155,7 @@ class Mixes:
         self._compiled: set[tuple[Hashable, ...]] = set()
 
     def split(self, shapes: Sequence[Hashable]) -> list[list[int]]:
-        """Returns the groups of every program.
+        """Returns the groups of every program: mixes that are compiled, the largest first, and single groups.
 
         Args:
             shapes: shape of every group, in an order in which equal mixes are equal.
@@ -164,19 +164,29 @@ class Mixes:
             Indices of groups.
         """
         programs: list[list[int]] = []
-        for indices, mix in self._mixes(shapes):
-            programs += [indices] if len(mix) == 1 or mix in self._compiled else [[index] for index in indices]
-        return programs
+        left = [*range(len(shapes))]
+        for mix in sorted(self._compiled, key=len, reverse=True):
+            while (indices := _find(mix, shapes, left)) is not None:
+                programs.append(indices)
+                left = [index for index in left if index not in indices]
+        return sorted([*programs, *([index] for index in left)])
 
     def count(self, shapes: Sequence[Hashable], steps: int) -> None:
         """Counts the steps of groups, after which the next ones of the same mix may be one program."""
-        for _, mix in self._mixes(shapes):
+        for first in range(0, len(shapes), self.max_groups):
+            mix = tuple(shapes[first : first + self.max_groups])
             self._steps[mix] += steps
             if len(mix) > 1 and self._steps[mix] >= _APART_STEPS and len(self._compiled) < _MAX_MIXES:
                 self._compiled.add(mix)
 
-    def _mixes(self, shapes: Sequence[Hashable]) -> Iterator[tuple[list[int], tuple[Hashable, ...]]]:
-        """Yields indices and shapes of groups that may become one program."""
-        for first in range(0, len(shapes), self.max_groups):
-            mix = tuple(shapes[first : first + self.max_groups])
-            yield [*range(first, first + len(mix))], mix
+
+def _find(mix: Sequence[Hashable], shapes: Sequence[Hashable], left: Sequence[int]) -> list[int] | None:
+    """Returns the first ones of some groups that are a mix, in its order; None if they are not."""
+    left, indices = [*left], []
+    for shape in mix:
+        index = next((one for one in left if shapes[one] == shape), None)
+        if index is None:
+            return None
+        left.remove(index)
+        indices.append(index)
+    return indices

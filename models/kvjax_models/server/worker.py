@@ -34,8 +34,7 @@ from kvjax_models.server.settings import Settings
 _PROMPT_TOKENS = 8192  # of a prompt by default
 # Lengths of prompts that are answered together for their programs; longer ones take too long to read.
 _WARM_PROMPTS = ([64], [256], [512], [768], [1024], [1536], [2048], [64, 64], [64, 64, 64, 64])
-# Lengths of questions to a document, and the maximum number of new tokens, which decides the size of a row.
-_WARM_QUESTIONS = (([8], None), ([24], None), ([24, 24], None), ([24], 32))
+_WARM_QUESTIONS = ([24], [24, 24])  # of questions to a document
 _WARM_TOKENS = 33
 
 
@@ -429,13 +428,11 @@ class Worker:
             return
         limit = self.settings.max_prompt_tokens
         assert limit is not None and self._jobs is not None
-        batches: Sequence[tuple[list[int], int | None]] = _WARM_QUESTIONS
-        if document is None:
-            prompts = ([length for length in batch if length <= limit] for batch in _WARM_PROMPTS)
-            batches = [(batch, self.settings.max_new_tokens) for batch in prompts]
-        for number, (batch, max_new_tokens) in enumerate(batches):
+        for number, batch in enumerate(_WARM_PROMPTS if document is None else _WARM_QUESTIONS):
             # The first one runs to the end of a block, and into the next one.
-            self._jobs.probe(batch, document, max_new_tokens, 1 if number else _WARM_TOKENS)
+            max_new_tokens = self.settings.max_new_tokens if document is None else None
+            lengths = [length for length in batch if length <= limit]
+            self._jobs.probe(lengths, document, max_new_tokens, 1 if number else _WARM_TOKENS)
             while self._jobs.probes:
                 yield
 
