@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 EXTRAS := experiments,test
 
 .PHONY: demo test test-all lint types unit heavy docs aot aot-gpu measure device rehearse rehearsal parity harness adapters \
-	keras-hub constraints clean
+	constraints clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m kvjax_models.cli download smollm2-135m
@@ -88,10 +88,6 @@ adapters: $(VENV)/adapters/.installed $(VENV)/gemma/.installed $(VENV)/keras-hub
 	PYTHONPATH=$(VENV)/gemma $(VENV)/adapters/bin/python -m pytest tests/adapters/test_tunix.py \
 		tests/adapters/test_gemma.py
 	PYTHONPATH=$(VENV)/keras-hub KERAS_BACKEND=jax $(BIN)/python -m pytest tests/adapters/test_keras_hub.py
-
-# Memory and time of keras-hub's models with its own cache and with compressed ones.
-keras-hub: $(VENV)/keras-hub/.installed
-	PYTHONPATH=$(VENV)/keras-hub KERAS_BACKEND=jax $(BIN)/python -m experiments.keras_hub_speed
 
 $(VENV)/adapters/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)/adapters
