@@ -9,22 +9,24 @@ pictures (`BLOCKS`). Rows that are added to `results/*.jsonl.gz` need no change 
 
 import csv
 import dataclasses
+import io
 import json
 import pathlib
 import re
 import textwrap
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments import claims, device, peers, result_figures, summarize
-from experiments.common import ROOT, caches, plots
+from experiments import device, peers, summarize
+from experiments.common import ROOT, caches, claims, pictures, plots
 from experiments.common.console import markdown_table
 from experiments.common.flags import Flags, run_command
 from experiments.common.output import figure_table
+from experiments.common.pictures import FULL_CACHE, PRESS, Cell
 from experiments.common.rows import Row, read_rows
 from experiments.common.statistics import Estimate
-from experiments.result_figures import Cell
 from experiments.tasks import RULER
 
 RESULTS = ROOT / "experiments" / "results"
@@ -42,7 +44,7 @@ SYSTEMS = {
     "chelsea": "Chelsea",
 }
 NAMES = {
-    "exact": "full cache",
+    "exact": FULL_CACHE,
     "auto": "auto",
     **SYSTEMS,
     "subgen_mean": "SubGen, means",
@@ -61,7 +63,11 @@ NAMES = {
 # The published form, where the default settings differ from it.
 PUBLISHED = {"subgen:light_values=0,self_normalization=0.0": "subgen"}
 ALL_TOKENS = ("exact", "auto", "clusterkv", "quest", "infinigen")  # the model's profile changes nothing
-MIN_PRESS_DOCUMENTS = 5  # of a press in the comparison with kvpress
+MIN_PRESS_DOCUMENTS = 5  # of a press in tables and in the picture of README
+FEW_HEADS = ("gemma-3-270m",)  # models whose caches have 4 bits from 20% of the bytes on, like `auto`
+FEW_BITS = {"int8": "8 bits", "int4": "4 bits", "int3": "3 bits", "int2": "2 bits"}  # formats of the full cache
+AUTO_BUDGETS = ("25%", "12.5%", "6.25%", "3.125%")  # that are compared with them
+SUMMARY_PAIRS = (("25%", "int4"), ("12.5%", "int3"), ("12.5%", "int2"))  # next to each other in bytes
 # What `auto` has, part by part: the policy, and the format at 25% and at 12.5%.
 PARTS = {
     "the map, 16 bits": ("kvzap", None, None),
@@ -74,15 +80,22 @@ PARTS = {
     "heads (16 of 90), few bits": ("streaming_llm:heads=auto", "int8", "int4"),
     "heads, map and few bits: `auto`": ("auto", None, None),
 }
-FEW_HEADS = ("gemma-3-270m",)  # models whose caches have 4 bits from 20% of the bytes on, like `auto`
-FEW_BITS = {"int8": "8 bits", "int4": "4 bits", "int3": "3 bits", "int2": "2 bits"}  # formats of the full cache
-AUTO_BUDGETS = ("25%", "12.5%", "6.25%", "3.125%")  # that are compared with them
-SUMMARY_PAIRS = (
-    ("25%", "int4"),
-    ("12.5%", "int3"),
-    ("12.5%", "int2"),
-)  # next to each other in bytes
 PARTS_SEED = 2  # of the documents of which all parts were measured
+# Model, task, tokens, dtype, budget and format of the comparisons with a uniform sample.
+UNIFORM = (
+    ("smollm2-135m", "facts", 1024, "float32", "25%", "int8"),
+    ("smollm2-135m", "niah_multivalue", 1024, "bfloat16", "25%", "int8"),
+    ("smollm2-135m", "perplexity_books", 2048, "bfloat16", "25%", "int8"),
+    ("smollm2-135m", "perplexity_books", 2048, "bfloat16", "12.5%", "int4"),
+    ("smollm2-135m", "perplexity_books", 4096, "float32", "25%", "int8"),
+    ("gemma-3-270m", "facts", 1024, "float32", "25%", "int8"),
+    ("qwen2.5-coder-0.5b", "facts", 8192, "float32", "12.5%", "int4"),
+)
+# Models of README: one that gives its picture, one that loses nothing, and the one that loses most.
+MODELS = {"smollm2-135m": "SmolLM2-135M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B", "gemma-3-270m": "Gemma 3 270M"}
+MODEL, *OTHER_MODELS = MODELS
+FRONT = "facts", 1024, "unseen"  # task, tokens and question of README
+LENGTHS = ("qwen2.5-coder-0.5b", "facts")  # model and task of the picture by length
 CSV_COLUMNS = (
     "model", "task", "tokens", "question", "dtype", "metric", "setting", "held", "question_and_answer", "read",
     "score", "low", "high", "minus_full_cache", "minus_low", "minus_high", "documents", "errors",
@@ -96,15 +109,6 @@ class Options(Flags):
     output_dir: str = str(ROOT)  # Directory like the checkout, to which pages and pictures are written.
 
 
-class FewBitsCase(NamedTuple):
-    """A task whose rows compare `auto` with all tokens in few bits."""
-
-    model: str
-    task: str
-    tokens: int
-    dtype: str
-
-
 class Results(NamedTuple):
     """All measurements: rows of `experiments.evaluate`, and cells of tables."""
 
@@ -116,23 +120,20 @@ def main(options: Options) -> None:
     """Writes pages, pictures and the file of intervals."""
     results = read_results()
     root = pathlib.Path(options.output_dir)
-
-    def write(path: pathlib.Path, text: str) -> None:
+    texts = {path: render(path.read_text(encoding="utf-8"), results) for path in PAGES}
+    texts[RESULTS / "intervals.csv"] = intervals(results.rows)
+    for path, text in texts.items():
         target = root / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
         print(target)
-
-    for path in PAGES:
-        write(path, render(path.read_text(encoding="utf-8"), results))
-    write(RESULTS / "intervals.csv", intervals(results.rows))
     for name, figure in figures(results).items():
         plots.save(figure, root / IMAGES.relative_to(ROOT) / name)
 
 
-def read_results(paths: Iterable[pathlib.Path] | None = None) -> Results:
+def read_results() -> Results:
     """Returns all rows and their cells."""
-    rows = read_rows(sorted(RESULTS.glob("*.jsonl.gz")) if paths is None else paths)
+    rows = read_rows(sorted(RESULTS.glob("*.jsonl.gz")))
     return Results(rows, make_cells(rows))
 
 
@@ -151,33 +152,31 @@ def render(page: str, results: Results) -> str:
     return MARKERS.sub(block, page)
 
 
-def figures(results: Results) -> dict[str, plots.plt.Figure]:
+def figures(results: Results) -> dict[str, pictures.plt.Figure]:
     """Returns the pictures by file name."""
-    cells = results.cells
-    pictures = {
-        f"matrix_{model}_{question}.png": result_figures.matrix(chosen, f"{model}, question {question}")
-        for (model, question), chosen in matrices(cells).items()
-    }
-    front = [cell for cell in cells if (cell.model, cell.task, cell.tokens, cell.question) == FRONT]
+    front = [cell for cell in results.cells if cell.column == (MODEL, *FRONT)]
     model, task = LENGTHS
     panels = {
-        case.tokens: few_bits_curves(rows)
-        for case, rows in few_bits_cases(results.rows).items()
-        if (case.model, case.task) == LENGTHS
+        tokens: few_bits_curves(rows)
+        for (*case, tokens, _), rows in few_bits_cases(results.rows).items()
+        if case == [model, task]
     }
-    return pictures | {
-        "score_by_bytes.png": result_figures.score_by_bytes(front, SYSTEMS.values()),
-        "score_by_length.png": result_figures.score_by_length(panels, f"{model}, {task}, asked after compression"),
+    return {
+        "score_by_bytes.png": pictures.score_by_bytes(front, SYSTEMS.values()),
+        "score_by_length.png": pictures.score_by_length(panels, f"{model}, {task}, asked after compression"),
+        **{
+            f"matrix_{model}_{question}.png": pictures.matrix(cells, f"{model}, question {question}")
+            for (model, question), cells in matrices(results.cells).items()
+        },
     }
 
 
-FRONT = ("smollm2-135m", "facts", 1024, "unseen")  # model, task, tokens and question of the picture of README
-LENGTHS = ("qwen2.5-coder-0.5b", "facts")  # model and task of the picture by length
-# Models of README: one that gives its picture, one that loses nothing, and the one that loses most.
-MODELS = {"smollm2-135m": "SmolLM2-135M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B", "gemma-3-270m": "Gemma 3 270M"}
+# Rows, and cells: one per policy, budget and task.
 
 
-# Cells: one per policy, budget and task.
+def select(rows: Iterable[Row], **labels: Any) -> list[Row]:
+    """Returns the rows with the values of some fields."""
+    return [row for row in rows if all(getattr(row, name) == value for name, value in labels.items())]
 
 
 def policy_of(text: str) -> tuple[str, bool] | None:
@@ -189,7 +188,7 @@ def policy_of(text: str) -> tuple[str, bool] | None:
     Returns:
         None for a policy with other settings than those, which tables leave out.
     """
-    if text.startswith("kvpress "):
+    if text.startswith(PRESS):
         return text, False
     name, _, settings = PUBLISHED.get(text, text).partition(":")
     others = {one for one in settings.split(",") if one and not one.startswith("compact_every=")}
@@ -200,30 +199,28 @@ def make_cells(rows: Iterable[Row]) -> list[Cell]:
     """Returns the cells of tables: settings with a budget in percent, and the full cache.
 
     Rows of version 0.3 whose budgets include question and answer, although the question is not part of the text, are
-    left out, except for kvpress. Of several settings for one cell, the one with most documents counts, or the one with
-    4 bits for models in `FEW_HEADS`.
+    left out, except for kvpress, whose presses need `MIN_PRESS_DOCUMENTS`. Of several settings for one cell, the one
+    with most documents counts, or the one with 4 bits for models in `FEW_HEADS`.
     """
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        is_press = row.policy.startswith("kvpress ")
-        if row.is_of_text or row.question == "seen" or is_press:
-            group = "RULER" if row.task.partition(":")[0] in RULER else row.task
-            groups.setdefault((row.model, group, row.tokens, row.question, row.dtype, row.metric), []).append(row)
+        if row.is_of_text or row.question == "seen" or row.policy.startswith(PRESS):
+            task = "RULER" if row.task.partition(":")[0] in RULER else row.task
+            groups.setdefault((row.model, task, row.tokens, row.question, row.metric, row.dtype), []).append(row)
     best: dict[tuple[Any, ...], tuple[tuple[bool, bool, int], Cell]] = {}
-    for (model, task, tokens, question, _, metric), of_group in groups.items():
-        policies = {row.setting: row for row in of_group}
-        full = _mean_bytes(of_group)
+    for (model, task, tokens, question, metric, _), of_group in groups.items():
+        by_setting = {row.setting: row for row in of_group}
+        full_bytes = _mean_bytes(of_group)
         for line in _lines(of_group):
-            row = policies[line.setting]
+            row = by_setting[line.setting]
             named = policy_of(row.policy)
-            size = (row.budget or "100%").removesuffix(peers.OF_PROMPT)
-            has_budget = row.policy == caches.FULL or (row.budget is not None and size.endswith("%"))
-            is_quantized_full = row.policy == caches.FULL and row.kv_dtype is not None
-            if named is None or line.mean is None or not has_budget or is_quantized_full:
+            budget = "100%" if line.setting == caches.FULL else (row.budget or "").removesuffix(peers.OF_PROMPT)
+            is_small = row.policy.startswith(PRESS) and line.documents < MIN_PRESS_DOCUMENTS
+            if named is None or line.mean is None or not budget.endswith("%") or is_small:
                 continue
-            budget = float(size.rstrip("%"))
-            cell = Cell(model, task, tokens, question, metric, *named, budget, line, line.held * full)
-            key = (*cell[:7], budget)
+            share = float(budget[:-1])
+            cell = Cell(model, task, tokens, question, metric, *named, share, line, line.held * full_bytes)
+            key = model, task, tokens, question, metric, named, share
             # A cell whose PUBLISHED form is measured shows that form.
             rank = row.policy in PUBLISHED, model in FEW_HEADS and row.kv_dtype == "int4", line.documents
             if key not in best or rank > best[key][0]:
@@ -244,87 +241,91 @@ def _mean_bytes(rows: Iterable[Row]) -> float:
     return sum(sizes) / len(sizes) if sizes else float("nan")
 
 
-def models(cells: Iterable[Cell]) -> list[str]:
-    """Returns the models of cells, the ones with most cells first."""
-    counts: dict[str, int] = {}
-    for cell in cells:
-        counts[cell.model] = counts.get(cell.model, 0) + 1
-    return sorted(counts, key=lambda model: -counts[model])
-
-
 def matrices(cells: Iterable[Cell]) -> dict[tuple[str, str], list[Cell]]:
-    """Returns the cells of every matrix, by model and question: without kvpress, of tasks with a compressed cache."""
-    cells = [cell for cell in cells if not cell.policy.startswith("kvpress ")]
-    compressed = {cell.column for cell in cells if cell.policy != "full cache"}
+    """Returns the cells of every matrix, by model and question: without kvpress, of tasks with a compressed cache.
+
+    Models with most cells come first.
+    """
+    cells = [cell for cell in cells if not cell.policy.startswith(PRESS)]
+    compressed = {cell.column for cell in cells if cell.policy != FULL_CACHE}
     found: dict[tuple[str, str], list[Cell]] = {}
-    for model in models(cells):
+    for model, _ in Counter(cell.model for cell in cells).most_common():
         for question in ("unseen", "seen"):
-            chosen = [
-                cell for cell in cells if (cell.model, cell.question) == (model, question) and cell.column in compressed
-            ]
-            if chosen:
-                found[model, question] = chosen
+            for cell in cells:
+                if (cell.model, cell.question) == (model, question) and cell.column in compressed:
+                    found.setdefault((model, question), []).append(cell)
     return found
 
 
-# Blocks of pages.
+# Blocks of README.
+
+
+def front_cells(results: Results) -> dict[tuple[str, str, bool], Cell]:
+    """Returns the cells of README's task at a quarter of the bytes and of the full cache, by model and policy."""
+    return {
+        (cell.model, cell.policy, cell.has_profile): cell
+        for cell in results.cells
+        if cell.column[1:] == FRONT and cell.budget in (25, 100)
+    }
 
 
 def headline(_: str, results: Results) -> str:
     """Returns the sentences of README that say what `auto` keeps of each model's answers."""
-    _, task, tokens, question = FRONT
-    values = {
-        (cell.model, cell.policy, cell.budget): cell.value
-        for cell in results.cells
-        if (cell.task, cell.tokens, cell.question) == (task, tokens, question)
-    }
-    full = NAMES["exact"]
-    kept = (f"{values[one, 'auto', 25]:.2f} and {values[one, full, 100]:.2f} ({name})" for one, name in MODELS.items())
+    cells = front_cells(results)
+    kept = (
+        f"{cells[one, 'auto', False].value:.2f} and {cells[one, FULL_CACHE, False].value:.2f} ({name})"
+        for one, name in MODELS.items()
+    )
     text = "Share of right answers with the default policy `auto` at a quarter of the bytes, and with the full cache: "
     return textwrap.fill(f"{text}{', '.join(kept)}.", 120)
 
 
 def systems_table(_: str, results: Results) -> str:
     """Returns the table of README: the papers' systems at a quarter of the bytes."""
-    _, task, tokens, question = FRONT
-    measured = {
-        (cell.model, cell.policy, cell.has_profile): cell
-        for cell in results.cells
-        if (cell.task, cell.tokens, cell.question) == (task, tokens, question) and cell.budget in (25, 100)
-    }
-    shown = list(MODELS)[1:]
-    gpu = {
-        row["setting"].partition(" @ ")[0]: row
+    cells = front_cells(results)
+    on_gpu = {
+        policy: row
         for row in device.read_rows(RESULTS / "h200.jsonl")
-        if row.get("measure") == "latency"
-        and row["context_tokens"] == 131072
-        and row["rows"] == 1
-        and row["setting"].partition(" @ ")[2] in ("", "25%")
+        if (row.get("measure"), row.get("context_tokens"), row.get("rows")) == ("latency", 131072, 1)
+        for policy, _, budget in [row["setting"].partition(" @ ")]
+        if budget in ("", "25%")
     }
-    columns = ["", f"cache of {MODELS[FRONT[0]]}", "as published", "with profile"]
-    columns += [f"{MODELS[model]}, with profile" for model in shown]
     lines = []
     for policy in ("exact", "auto", *SYSTEMS):
-        name = NAMES[policy]
-
-        def score(model: str, has_profile: bool, name: str = name) -> str:
-            cell = measured.get((model, name, has_profile))
-            return "-" if cell is None else f"{cell.value:.2f}"
-
-        is_equal = policy in ALL_TOKENS
-        size = measured.get((FRONT[0], name, not is_equal)) or measured.get((FRONT[0], name, False))
-        gpu_row = gpu.get(policy, {})
+        has_profile = policy not in ALL_TOKENS
+        shown = [cells.get((MODEL, NAMES[policy], False))]
+        shown += [cells.get((model, NAMES[policy], has_profile)) for model in MODELS]
+        size, row = shown[1] or shown[0], on_gpu.get(policy)
         lines.append(
             (
-                "full cache" if policy == "exact" else f"`{policy}`" if policy == "auto" else name,
+                "`auto`" if policy == "auto" else NAMES[policy],
                 f"{size.bytes / 1e6:.1f} MB" if size else "-",
-                score(FRONT[0], False),
-                *(score(model, not is_equal) for model in (FRONT[0], *shown)),
-                f"{gpu_row['ms_per_token'][0]:.1f} ms" if gpu_row else "-",
-                f"{gpu_row['prefill_seconds'] + gpu_row['compress_seconds']:.1f} s" if gpu_row else "-",
+                *("-" if cell is None else f"{cell.value:.2f}" for cell in shown),
+                f"{row['ms_per_token'][0]:.1f} ms" if row else "-",
+                f"{row['prefill_seconds'] + row['compress_seconds']:.1f} s" if row else "-",
             )
         )
-    return markdown_table((*columns, "per token", "prefill"), lines)
+    models = (f"{MODELS[model]}, with profile" for model in OTHER_MODELS)
+    columns = ("", f"cache of {MODELS[MODEL]}", "as published", "with profile", *models, "per token", "prefill")
+    return markdown_table(columns, lines)
+
+
+def few_bits_summary(_: str, results: Results) -> str:
+    """Returns the sentence of README that compares `auto` with all tokens in few bits."""
+    of_task = [rows for case, rows in few_bits_cases(results.rows).items() if case[1] == FRONT[0]]
+    parts = []
+    for budget, kv_dtype in SUMMARY_PAIRS:
+        found = [few_bits_difference(rows, budget, kv_dtype) for rows in of_task]
+        pairs = [one for one in found if one is not None]
+        values = sorted(one.value for one in pairs)
+        clear = f"{sum(one.low > 0 for one in pairs)} of {len(pairs)}"
+        span = " to ".join(dict.fromkeys(f"{one:+.2f}" for one in (values[0], values[-1])))
+        parts.append(f"{budget} minus {FEW_BITS[kv_dtype]} {span} ({clear})")
+    text = "Share of answers, `auto` minus few bits, by model and length (95% intervals above zero): "
+    return textwrap.fill(f"{text}{', '.join(parts)}.", 120)
+
+
+# Blocks of the page about quality.
 
 
 def matrix_images(_: str, results: Results) -> str:
@@ -346,14 +347,9 @@ def unsolved_tasks(_: str, results: Results) -> str:
 
 def settings_table(argument: str, results: Results) -> str:
     """Returns a table of all settings of one task: `TASK of MODEL, QUESTION, DTYPE, BUDGET`."""
-    task, _, rest = argument.partition(" of ")
-    model, question, dtype, budget = rest.split(", ")
-    chosen = [
-        row
-        for row in results.rows
-        if (row.model, row.task, row.question, row.dtype) == (model, task, question, dtype)
-        and (row.policy == caches.FULL or row.budget == budget)
-    ]
+    task, _, labels = argument.partition(" of ")
+    model, question, dtype, budget = labels.split(", ")
+    rows = select(results.rows, model=model, task=task, question=question, dtype=dtype)
     lines = [
         (
             one.setting,
@@ -361,7 +357,7 @@ def settings_table(argument: str, results: Results) -> str:
             "-" if one.mean is None else f"{one.mean.value:.3f}",
             "-" if one.difference is None else one.difference.fixed("+", 3),
         )
-        for one in _lines(chosen)
+        for one in _lines([row for row in rows if row.policy == caches.FULL or row.budget == budget])
     ]
     return markdown_table(("", "held", "value", "minus the full cache"), lines)
 
@@ -369,21 +365,15 @@ def settings_table(argument: str, results: Results) -> str:
 def lengths_table(argument: str, results: Results) -> str:
     """Returns scores of all settings of the tasks of one model and length: `MODEL, TOKENS`."""
     model, tokens = argument.split(", ")
-    chosen = [
-        row for row in results.rows if (row.model, row.tokens) == (model, int(tokens)) and row.question == FRONT[3]
-    ]
+    rows = select(results.rows, model=model, tokens=int(tokens), question="unseen")
     by_task = {
-        task: {line.setting: line for line in _lines([row for row in chosen if row.task == task])}
-        for task in dict.fromkeys(row.task for row in chosen)
+        task: {line.setting: line for line in _lines(select(rows, task=task))}
+        for task in dict.fromkeys(row.task for row in rows)
     }
     solved = {task: lines for task, lines in by_task.items() if lines[caches.FULL].mean is not None}
     held = {setting: line.held for lines in reversed(solved.values()) for setting, line in lines.items()}
     table = [
-        (
-            setting,
-            f"{held[setting]:.1%}",
-            *(_with_difference(lines[setting]) if setting in lines else "-" for lines in solved.values()),
-        )
+        (setting, f"{held[setting]:.1%}", *(_with_difference(lines.get(setting)) for lines in solved.values()))
         for setting in sorted(held, key=lambda one: (-held[one], one))
     ]
     documents = {task: lines[caches.FULL].documents for task, lines in solved.items()}
@@ -392,55 +382,54 @@ def lengths_table(argument: str, results: Results) -> str:
 
 def parts_table(_: str, results: Results) -> str:
     """Returns the scores of the parts of `auto` on `facts`, with paired differences to the full cache."""
-    measured = *FRONT, "float32", PARTS_SEED
-    rows = [
-        row for row in results.rows if (row.model, row.task, row.tokens, row.question, row.dtype, row.seed) == measured
-    ]
+    labels = dict(zip(("task", "tokens", "question"), FRONT, strict=True))
+    rows = select(results.rows, model=MODEL, dtype="float32", seed=PARTS_SEED, **labels)
     lines = {line.setting: line for line in _lines(rows)}
     settings = {
-        "full cache": ["exact", "exact"],
+        FULL_CACHE: ["exact", "exact"],
         f"all tokens, 4 bits: {lines['exact, int4'].held:.0%} of the bytes": ["exact, int4", "exact, int4"],
     }
     for name, (policy, *formats) in PARTS.items():
         pairs = zip(("25%", "12.5%"), formats, strict=True)
         settings[name] = [str(caches.Setting(policy, budget, kv_dtype)) for budget, kv_dtype in pairs]
-    table = []
-    for name, chosen in settings.items():
-        found = [lines.get(one) for one in chosen]
-        cells = ["-" if one is None or one.mean is None else _with_difference(one) for one in found]
-        table.append((name, *cells))
+    table = [(name, *(_with_difference(lines.get(one)) for one in chosen)) for name, chosen in settings.items()]
     return markdown_table(("", "25%", "12.5%"), table)
 
 
-def _with_difference(line: summarize.Line) -> str:
+def _with_difference(line: summarize.Line | None) -> str:
     """Returns the score of a line, and the difference to the full cache."""
-    assert line.mean is not None
+    if line is None or line.mean is None:
+        return "-"
     return f"{line.mean.value:.2f}" + ("" if line.difference is None else f" ({line.difference.fixed('+', 2)})")
 
 
-def few_bits_cases(rows: Iterable[Row]) -> dict[FewBitsCase, list[Row]]:
-    """Returns the rows with the question unseen of every task that the full cache answers in few bits."""
-    found: dict[FewBitsCase, list[Row]] = {}
+def few_bits_cases(rows: Iterable[Row]) -> dict[tuple[str, str, int, str], list[Row]]:
+    """Returns the rows with the question unseen of every task that the full cache answers in few bits.
+
+    They are by model, task, tokens and dtype.
+    """
+    found: dict[tuple[str, str, int, str], list[Row]] = {}
     for row in rows:
-        if row.is_of_text and row.question == FRONT[3]:
-            found.setdefault(FewBitsCase(row.model, row.task, row.tokens, row.dtype), []).append(row)
-    has_few_bits = {
-        case: {row.kv_dtype for row in of_case if row.policy == caches.FULL} for case, of_case in found.items()
+        if row.is_of_text and row.question == "unseen":
+            found.setdefault((row.model, row.task, row.tokens, row.dtype), []).append(row)
+    return {
+        case: of_case
+        for case, of_case in sorted(found.items())
+        if any(row.policy == caches.FULL and row.kv_dtype in FEW_BITS for row in of_case)
     }
-    return {case: found[case] for case in sorted(found) if has_few_bits[case] & FEW_BITS.keys()}
 
 
 def few_bits_table(argument: str, results: Results) -> str:
     """Returns scores of all tokens in few bits, and what `auto` answers more, paired by document: `TASK,TASK`."""
     lines = []
-    for case, rows in few_bits_cases(results.rows).items():
+    for (model, task, tokens, _), rows in few_bits_cases(results.rows).items():
         by_setting = {line.setting: line for line in _lines(rows)}
         for kv_dtype, name in FEW_BITS.items():
             line = by_setting.get(f"{caches.FULL}, {kv_dtype}")
-            if line is None or line.mean is None or case.task not in argument.split(","):
+            if line is None or line.mean is None or task not in argument.split(","):
                 continue
             differences = [few_bits_difference(rows, budget, kv_dtype) for budget in AUTO_BUDGETS]
-            label = f"{MODELS.get(case.model, case.model)}, `{case.task}`, {case.tokens:,}"
+            label = f"{MODELS.get(model, model)}, `{task}`, {tokens:,}"
             shown = ("-" if one is None else one.fixed("+") for one in differences)
             lines.append((label, name, f"{line.held:.1%}", f"{line.mean.value:.2f}", *shown, str(line.documents)))
     columns = ["", "all tokens in", "held", "score", *(f"`auto` {one} minus it" for one in AUTO_BUDGETS), "documents"]
@@ -459,27 +448,12 @@ def few_bits_difference(rows: Sequence[Row], budget: str, kv_dtype: str) -> Esti
         The difference; None without common questions, or if `auto` holds more bytes.
     """
     settings = f"auto @ {budget}", f"{caches.FULL}, {kv_dtype}"
-    of_auto, few = ([row for row in rows if row.setting == setting] for setting in settings)
+    of_auto, few = (select(rows, setting=setting) for setting in settings)
     pair = summarize.paired_differences(of_auto, few, sorted({row.task for row in rows}))
     if pair is None:
         return None
-    of_auto_held, few_held = (sum(row.cache_fraction for row in part) / len(part) for part in (of_auto, few))
-    return pair if of_auto_held <= few_held else None
-
-
-def few_bits_summary(_: str, results: Results) -> str:
-    """Returns the sentence of README that compares `auto` with all tokens in few bits."""
-    of_task = [rows for case, rows in few_bits_cases(results.rows).items() if case.task == FRONT[1]]
-    parts = []
-    for budget, kv_dtype in SUMMARY_PAIRS:
-        found = [few_bits_difference(rows, budget, kv_dtype) for rows in of_task]
-        pairs = [one for one in found if one is not None]
-        values = sorted(one.value for one in pairs)
-        clear = f"{sum(one.low > 0 for one in pairs)} of {len(pairs)}"
-        span = " to ".join(dict.fromkeys(f"{one:+.2f}" for one in (values[0], values[-1])))
-        parts.append(f"{budget} minus {FEW_BITS[kv_dtype]} {span} ({clear})")
-    text = "Share of answers, `auto` minus few bits, by model and length (95% intervals above zero): "
-    return textwrap.fill(f"{text}{', '.join(parts)}.", 120)
+    auto_held, few_held = (sum(row.cache_fraction for row in part) / len(part) for part in (of_auto, few))
+    return pair if auto_held <= few_held else None
 
 
 def few_bits_curves(rows: Sequence[Row]) -> dict[str, list[summarize.Line]]:
@@ -489,121 +463,85 @@ def few_bits_curves(rows: Sequence[Row]) -> dict[str, list[summarize.Line]]:
         policy, _, kv_dtype = line.setting.partition(", ")
         policy, _, budget = policy.partition(" @ ")
         if policy == caches.FULL:
-            curves.setdefault("all tokens in few bits" if kv_dtype else "full cache", []).append(line)
-        elif (policy == "auto" and budget in AUTO_BUDGETS) or policy.startswith("kvpress "):
+            curves.setdefault("all tokens in few bits" if kv_dtype else FULL_CACHE, []).append(line)
+        elif (policy == "auto" and budget in AUTO_BUDGETS) or policy.startswith(PRESS):
             curves.setdefault(policy, []).append(line)
-    order = ("full cache", "auto", "all tokens in few bits")
+    order = (FULL_CACHE, "auto", "all tokens in few bits")
     return {name: curves[name] for name in (*order, *sorted(curves.keys() - set(order))) if name in curves}
+
+
+# Blocks of the other pages.
 
 
 def kvpress_table(_: str, results: Results) -> str:
     """Returns the presses with the best scores, at each budget, with `auto` on the same task."""
     lines = []
-    columns = sorted({cell.column for cell in results.cells if cell.policy.startswith("kvpress ")})
-    for column in columns:
-        of_task = [cell for cell in results.cells if cell.column == column and cell.line.documents]
-        presses = [
-            cell
-            for cell in of_task
-            if cell.policy.startswith("kvpress ") and cell.line.documents >= MIN_PRESS_DOCUMENTS
+    presses = [cell for cell in results.cells if cell.policy.startswith(PRESS)]
+    for column, budget in sorted({(cell.column, cell.budget) for cell in presses}, key=lambda one: (one[0], -one[1])):
+        of_budget = [cell for cell in results.cells if (cell.column, cell.budget) == (column, budget)]
+        best = sorted((cell for cell in of_budget if cell in presses), key=lambda cell: -cell.value)[:6]
+        lines += [
+            (
+                cell.policy,
+                f"{cell.model}, {cell.task}",
+                f"{cell.line.held:.1%}",
+                f"{cell.value:.2f}",
+                cell.line.difference.fixed("+") if cell.line.difference else "-",
+                str(cell.line.documents),
+            )
+            for cell in (*(cell for cell in of_budget if cell.policy == "auto"), *best)
         ]
-        for budget in sorted({cell.budget for cell in presses}, reverse=True):
-            best = sorted((one for one in presses if one.budget == budget), key=lambda one: -one.value)[:6]
-            own = [one for one in of_task if one.budget == budget and one.policy == "auto"]
-            for cell in (*own, *best):
-                difference = cell.line.difference.fixed("+") if cell.line.difference else "-"
-                lines.append(
-                    (
-                        cell.policy,
-                        f"{cell.model}, {cell.task}",
-                        f"{cell.line.held:.1%}",
-                        f"{cell.value:.2f}",
-                        difference,
-                        str(cell.line.documents),
-                    )
-                )
     return markdown_table(("", "task", "held", "score", "minus the full cache", "documents"), lines)
+
+
+def read_papers() -> list[tuple[str, dict[str, Any]]]:
+    """Returns the names of the papers' systems and the contents of `papers/*.toml`."""
+    return [(name, tomllib.loads((PAPERS / f"{policy}.toml").read_text("utf-8"))) for policy, name in SYSTEMS.items()]
 
 
 def papers_tables(_: str, results: Results) -> str:
     """Returns a table per paper: claims, verdicts as published and with the profile, and what decides them."""
     text = ""
-    for paper in read_papers():
+    for name, paper in read_papers():
         lines, not_run = [], []
         for result in paper["results"]:
-            verdict, comparisons = claims.evaluate_claim(result, results.rows, RESULTS)
-            with_profile, of_profile = claims.evaluate_claim(
-                {"compare": result.get("profile", [])}, results.rows, RESULTS
-            )
-            if verdict == with_profile == claims.NOT_RUN:
+            published = claims.verdict(result, results.rows, RESULTS)
+            with_profile = claims.verdict({"compare": result.get("profile", [])}, results.rows, RESULTS)
+            if published == with_profile == claims.NOT_RUN:
                 not_run.append(result["name"])
-                continue
-            lines.append(
-                (
-                    result["name"],
-                    result["claim"].rstrip("."),
-                    _verdict(verdict, comparisons),
-                    _verdict(with_profile, of_profile) if "profile" in result else "-",
-                )
-            )
-        columns = ("result", "claim", "as published", "with the profile")
-        name = SYSTEMS[paper["policy"]]
-        text += f"## [{name}]({paper['link']})\n\n"
-        text += markdown_table(columns, lines).replace("---:", "---")
-        text += f"\nNot run: {', '.join(not_run)}.\n\n" if not_run else "\n"
+            else:
+                last = with_profile if "profile" in result else "-"
+                lines.append((result["name"], result["claim"].rstrip("."), published, last))
+        table = markdown_table(("result", "claim", "as published", "with the profile"), lines).replace("---:", "---")
+        text += f"## [{name}]({paper['link']})\n\n{table}\n"
+        text += f"Not run: {', '.join(not_run)}.\n\n" if not_run else ""
     return text.rstrip("\n") + "\n"
-
-
-def uniform_table(_: str, results: Results) -> str:
-    """Returns paired differences of the papers' systems to a uniform sample, all with the model's heads."""
-    cases = [
-        ("smollm2-135m", "facts", 1024, "float32", "25%", "int8"),
-        ("smollm2-135m", "niah_multivalue", 1024, "bfloat16", "25%", "int8"),
-        ("smollm2-135m", "perplexity_books", 2048, "bfloat16", "25%", "int8"),
-        ("smollm2-135m", "perplexity_books", 2048, "bfloat16", "12.5%", "int4"),
-        ("smollm2-135m", "perplexity_books", 4096, "float32", "25%", "int8"),
-        ("gemma-3-270m", "facts", 1024, "float32", "25%", "int8"),
-        ("qwen2.5-coder-0.5b", "facts", 8192, "float32", "12.5%", "int4"),
-    ]
-    systems = [*SYSTEMS, "subgen_mean", "balancekv_theory"]
-    table: dict[str, list[str]] = {NAMES[one]: [] for one in systems if one not in ALL_TOKENS}
-    for case in cases:
-        rows: dict[str, list[Row]] = {}
-        for row in results.rows:
-            policy, _, settings = row.policy.partition(":")
-            key = (row.model, row.task, row.tokens, row.dtype, row.budget, row.kv_dtype)
-            if key == case and (row.question, settings) == (FRONT[3], "heads=auto"):
-                rows.setdefault(policy, []).append(row)
-        for policy in systems:
-            if policy not in ALL_TOKENS:
-                found = summarize.paired_differences(rows.get(policy, []), rows["uniform"], [case[1]])
-                table[NAMES[policy]].append("-" if found is None else found.fixed("+", 3))
-    columns = ("", *(f"{MODELS[model]}, `{task}`, {size}, {budget}" for model, task, size, _, budget, _ in cases))
-    return markdown_table(columns, [(name, *values) for name, values in table.items()])
-
-
-def _verdict(verdict: str, comparisons: Sequence[claims.Comparison]) -> str:
-    """Returns a verdict with the comparison that decides it."""
-    one = claims.deciding(comparisons)
-    return verdict if one is None else f"{verdict}: {one.value:.3g}, {one.other:.3g} ({one.case})"
-
-
-def read_papers() -> list[dict[str, Any]]:
-    """Returns the contents of `papers/*.toml`, in the order of `SYSTEMS`."""
-    paths = (PAPERS / f"{policy}.toml" for policy in SYSTEMS)
-    return [tomllib.loads(path.read_text(encoding="utf-8")) | {"policy": path.stem} for path in paths]
 
 
 def papers_commands(_: str, results: Results) -> str:
     """Returns the commands of the papers' results."""
     commands: dict[str, list[str]] = {}
-    for paper in read_papers():
+    for name, paper in read_papers():
         for result in paper["results"]:
             for command in filter(None, result.get("command", "").split("; ")):
-                commands.setdefault(command, []).append(f"{SYSTEMS[paper['policy']]}, {result['name']}")
-    return "\n".join(f"# {'; '.join(names)}\n{command}\n" for command, names in commands.items()).join(
-        ("```\n", "```\n")
-    )
+                commands.setdefault(command, []).append(f"{name}, {result['name']}")
+    lines = "\n".join(f"# {'; '.join(names)}\n{command}\n" for command, names in commands.items())
+    return f"```\n{lines}```\n"
+
+
+def uniform_table(_: str, results: Results) -> str:
+    """Returns paired differences of the papers' systems to a uniform sample, all with the model's heads."""
+    policies = [one for one in (*SYSTEMS, "subgen_mean", "balancekv_theory") if one not in ALL_TOKENS]
+    table: dict[str, list[str]] = {policy: [] for policy in policies}
+    for model, task, tokens, dtype, budget, kv_dtype in UNIFORM:
+        labels = {"model": model, "task": task, "tokens": tokens, "dtype": dtype, "budget": budget}
+        rows = select(results.rows, **labels, kv_dtype=kv_dtype, question="unseen")
+        uniform = select(rows, policy="uniform:heads=auto")
+        for policy in policies:
+            found = summarize.paired_differences(select(rows, policy=f"{policy}:heads=auto"), uniform, [task])
+            table[policy].append("-" if found is None else found.fixed("+", 3))
+    columns = ("", *(f"{MODELS[model]}, `{task}`, {tokens}, {budget}" for model, task, tokens, _, budget, _ in UNIFORM))
+    return markdown_table(columns, [(NAMES[policy], *values) for policy, values in table.items()])
 
 
 def figures_table(argument: str, results: Results) -> str:
@@ -620,14 +558,13 @@ def figures_table(argument: str, results: Results) -> str:
 
 def device_table(argument: str, results: Results) -> str:
     """Returns a table of rows of `experiments.device`: `TITLE of FILE where FIELD=VALUE: COLUMN,COLUMN`."""
-    title, _, rest = argument.partition(" of ")
-    rest, _, columns = rest.partition(": ")
-    file, _, condition = rest.partition(" where ")
-    field, _, wanted = condition.partition("=")
+    match = re.fullmatch(r"(.+) of (\S+?)(?: where (\w+)=(\w+))?: (\S+)", argument)
+    assert match is not None
+    title, file, field, wanted, columns = match.groups()
     rows = [
         {key: value[0] if isinstance(value, list) else value for key, value in row.items()}
         for row in device.read_rows(RESULTS / file)
-        if not condition or row.get(field) == wanted
+        if field is None or row.get(field) == wanted
     ]
     return device.table(title, rows, columns.split(","))
 
@@ -654,32 +591,21 @@ PARAGRAPHS = (headline, few_bits_summary)  # blocks that need no empty lines aro
 
 def intervals(rows: Sequence[Row]) -> str:
     """Returns all settings and tasks with intervals, as CSV."""
-    lines = []
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         key = (row.model, row.task, row.tokens, row.question, row.dtype, row.metric, row.is_of_text)
         groups.setdefault(key, []).append(row)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
     for (*labels, _), of_group in sorted(groups.items()):
         for table in summarize.summarize(of_group, floor=0.0):
             for line in table.lines:
                 score = line.scores.get(labels[1])
                 values = (line.held, line.tail, line.read, *(score or (None,) * 3), *(line.difference or (None,) * 3))
                 numbers = ("" if value is None or value != value else f"{value:.4f}" for value in values)
-                lines.append((*labels, line.setting, *numbers, line.documents, line.errors))
-    return _csv(lines)
-
-
-def _csv(lines: Iterable[Sequence[Any]]) -> str:
-    """Returns lines as CSV with a header."""
-
-    class Text(list[str]):
-        write = list.append
-
-    text = Text()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(CSV_COLUMNS)
-    writer.writerows(lines)
-    return "".join(text)
+                writer.writerow((*labels, line.setting, *numbers, line.documents, line.errors))
+    return text.getvalue()
 
 
 if __name__ == "__main__":

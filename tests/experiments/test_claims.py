@@ -6,8 +6,8 @@ import tomllib
 import numpy as np
 import pytest
 
-from experiments import claims, render
-from experiments.common import output, statistics
+from experiments import render
+from experiments.common import claims, output, statistics
 from experiments.common.statistics import Estimate
 from tests.experiments.support import rows_of
 
@@ -15,29 +15,30 @@ COMPARE = {"tasks": ["a*"], "question": "unseen", "better": "chelsea @ 25%", "th
 
 
 def verdict_of(result, rows=(), directory=None):
-    return claims.evaluate_claim(result, list(rows), directory)[0]
+    """Returns the verdict without the comparison that decides it."""
+    return claims.verdict(result, list(rows), directory).partition(":")[0]
 
 
 @pytest.mark.parametrize(
-    "h2o, verdict", [(0.0, "holds"), (1.0, "not significant"), (None, "holds"), ("best", "does not hold")]
+    "h2o, text",
+    [
+        (None, "holds: 0.75, 0 (a1)"),
+        ([0.0] * 20, "holds: 0.75, 0 (a1)"),
+        ([1.0] * 15 + [0.0] * 5, "not significant: 0.75, 0.75 (a1)"),
+        ([1.0] * 20, "does not hold: 0.75, 1 (a1)"),
+    ],
 )
-def test_verdicts_of_rows(h2o, verdict):
-    good = [1.0] * 15 + [0.0] * 5
-    rows = [*rows_of("exact", "a1", [1.0] * 20), *rows_of("chelsea", "a1", good), *rows_of("snapkv", "a1", [0.0] * 20)]
-    if h2o is not None:
-        scores = {0.0: [0.0] * 20, 1.0: good, "best": [1.0] * 20}[h2o]
-        rows += rows_of("h2o", "a1", scores)
-    other = 0.0 if h2o is None else np.mean(scores)
-    found, comparisons = claims.evaluate_claim({"compare": COMPARE}, rows, None)
-    decided = claims.deciding(comparisons)
-    assert found == verdict and decided.value == 0.75 and decided.other == other
-    assert verdict_of({"compare": COMPARE}) == "not run" and claims.deciding([]) is None
-    assert verdict_of({"compare": COMPARE | {"question": "seen"}}, rows) == "not run"
+def test_verdicts_of_rows(h2o, text):
+    scores = {"exact": [1.0] * 20, "chelsea": [1.0] * 15 + [0.0] * 5, "snapkv": [0.0] * 20, "h2o": h2o or []}
+    rows = [row for policy, of_policy in scores.items() for row in rows_of(policy, "a1", of_policy)]
+    assert claims.verdict({"compare": [COMPARE]}, rows, None) == text
+    assert verdict_of({"compare": [COMPARE]}) == "not run"
+    assert verdict_of({"compare": [COMPARE | {"question": "seen"}]}, rows) == "not run"
 
 
 def test_a_smaller_loss_is_better():
     rows = [*rows_of("chelsea", "a", [2.0, 2.1], metric="nll"), *rows_of("snapkv", "a", [3.0, 3.2], metric="nll")]
-    assert verdict_of({"compare": COMPARE | {"than": ["snapkv @ 25%"]}}, rows) == "holds"
+    assert verdict_of({"compare": [COMPARE | {"than": ["snapkv @ 25%"]}]}, rows) == "holds"
 
 
 def test_verdicts_of_figures(tmp_path):
@@ -47,21 +48,21 @@ def test_verdicts_of_figures(tmp_path):
     def error(setting, value, case="layer 1"):
         return output.figure("error", Estimate(value, value - 0.1, value + 0.1), setting=setting, case=case)
 
-    check = {"figures": {"file": "f.json", "metric": "error", "better": "x", "than": "y"}}
+    check = {"figures": [{"file": "f.json", "metric": "error", "better": "x", "than": "y"}]}
     assert verdict_of(check, [], tmp_path) == "not run"
     for value, verdict in ((0.5, "holds"), (1.05, "not significant"), (1.5, "does not hold")):
         write("f.json", [error("x", value), error("y", 1.0), error("x", 0.1, "layer 2")])
         assert verdict_of(check, [], tmp_path) == verdict
     write("e.json", [output.figure("exponent", Estimate(-0.5, -0.55, -0.45), line="s")])
     for low, verdict in ((-0.6, "holds"), (-0.4, "does not hold")):
-        exponents = {"range": {"file": "e.json", "metric": "exponent", "low": low, "high": low + 0.1}}
+        exponents = {"range": [{"file": "e.json", "metric": "exponent", "low": low, "high": low + 0.1}]}
         assert verdict_of(exponents, [], tmp_path) == verdict
     write("e.json", [output.figure("exponent", -0.5)])  # without an interval
     assert verdict_of(exponents, [], tmp_path) == "does not hold"
     ratios = [("1,1,1", 0.4, 0.6), ("1,9,1", 0.9, 1.1)]
     write("r.json", [output.figure("ratio", Estimate(0.5, *bounds), line=f"w{w}", walk=w) for w, *bounds in ratios])
     for walks, verdict in ((["1,1,1"], "holds"), (["1,1,1", "1,9,1"], "not significant")):
-        assert verdict_of({"ratio": {"file": "r.json", "walks": walks}}, [], tmp_path) == verdict
+        assert verdict_of({"ratio": [{"file": "r.json", "walks": walks}]}, [], tmp_path) == verdict
 
 
 def test_figures_of_equal_seeds_are_paired(tmp_path):
@@ -74,12 +75,11 @@ def test_figures_of_equal_seeds_are_paired(tmp_path):
     (tmp_path / "f.json").write_text(json.dumps(figures))
     check = {"file": "f.json", "metric": "error", "better": "x", "than": "y", "cases": ["layer 1"]}
     reverse = check | {"better": "y", "than": "x"}
-    assert verdict_of({"figures": check}, [], tmp_path) == "holds"
-    assert verdict_of({"figures": reverse}, [], tmp_path) == "does not hold"
+    assert verdict_of({"figures": [check]}, [], tmp_path) == "holds"
+    assert verdict_of({"figures": [reverse]}, [], tmp_path) == "does not hold"
     assert verdict_of({"figures": [check, reverse | {"factor": 1.05}]}, [], tmp_path) == "not significant"
     mean = check | {"cases": ["layer 1", "layer 2"], "mean": True}
-    verdict, comparisons = claims.evaluate_claim({"figures": mean}, [], tmp_path)
-    assert verdict == "holds" and [one.value for one in comparisons] == [2.5]
+    assert claims.verdict({"figures": [mean]}, [], tmp_path) == "holds: 2.5, 2.65 (error)"
 
 
 def test_scores_at_the_floor_have_no_verdict():
@@ -87,12 +87,12 @@ def test_scores_at_the_floor_have_no_verdict():
         *rows_of("exact", "a", [1.0] * 20), *rows_of("chelsea", "a", [0.0] * 20),
         *rows_of("snapkv", "a", [0.0, 0.0, 0.0, 0.0, 0.9] * 4),
     ]  # fmt: skip
-    check = {"compare": COMPARE | {"than": ["snapkv @ 25%"]}}
-    assert verdict_of(check, digits) == "not significant"
+    check = COMPARE | {"than": ["snapkv @ 25%"]}
+    assert verdict_of({"compare": [check]}, digits) == "not significant"
     losses = [*rows_of("chelsea", "a", [2.0, 2.1], metric="nll"), *rows_of("snapkv", "a", [2.5, 2.7], metric="nll")]
-    assert verdict_of(check, digits + losses) == "holds"
+    assert verdict_of({"compare": [check]}, digits + losses) == "holds"
     for within, expected in ((0.7, "holds"), (0.55, "not significant"), (0.3, "does not hold")):
-        assert verdict_of({"compare": check["compare"] | {"within": within}}, losses) == expected
+        assert verdict_of({"compare": [check | {"within": within}]}, losses) == expected
 
 
 @pytest.mark.parametrize("path", sorted(render.PAPERS.glob("*.toml")), ids=lambda path: path.stem)

@@ -1,8 +1,9 @@
 """Verdicts of the papers' claims: comparisons of measured rows and figures.
 
-`papers/*.toml` lists the claims. A claim holds if all paired differences are significantly positive; it does not hold
-if one is significantly negative; otherwise the difference is not significant. Tasks at the floor, in which all
-compressed caches have scores near 0, have no verdict. A claim without measurements is "not run".
+`papers/*.toml` lists the claims, with lists of checks by kind (`CHECKS`). A claim holds if all paired differences are
+significantly positive; it does not hold if one is significantly negative; otherwise the difference is not significant.
+Tasks at the floor, in which all compressed caches have scores near 0, have no verdict. A claim without measurements is
+"not run".
 """
 
 import json
@@ -38,42 +39,31 @@ class Comparison(NamedTuple):
     difference: Estimate | None
 
 
-def evaluate_claim(
-    result: Mapping[str, Any], rows: Sequence[Row], figures_dir: pathlib.Path
-) -> tuple[str, list[Comparison]]:
-    """Returns the verdict of a claim and its comparisons.
+def verdict(result: Mapping[str, Any], rows: Sequence[Row], figures_dir: pathlib.Path) -> str:
+    """Returns the verdict of a claim, with the comparison that supports it least.
 
     Args:
-        result: the table or figure, with checks by kind (`CHECKS`): one or a list.
+        result: the table or figure, with its checks.
         rows: measured rows.
         figures_dir: directory of other experiments' figures.
 
     Returns:
-        The verdict of all comparisons, and the comparisons.
+        For example "holds: 0.5, 0.4 (recall)"; without a comparison only the verdict.
     """
     comparisons = list[Comparison]()
     for kind, compare in CHECKS.items():
-        checks = result.get(kind, [])
-        for check in checks if isinstance(checks, list) else [checks]:
+        for check in result.get(kind, []):
             comparisons += compare(check, rows if kind == "compare" else _read_figures(figures_dir / check["file"]))
     if not comparisons:
-        return NOT_RUN, []
-    differences = [one.difference for one in comparisons if one.difference is not None]
-    if any(one.high < 0 for one in differences):
-        return FAILS, comparisons
-    return (HOLDS if differences and all(one.low > 0 for one in differences) else UNCLEAR), comparisons
-
-
-def deciding(comparisons: Sequence[Comparison]) -> Comparison | None:
-    """Returns the comparison that supports a claim least, relative to its interval; None without one."""
-    decisive = [one for one in comparisons if one.difference is not None]
-    return min(decisive, key=lambda one: _standardized(one.difference), default=None)
-
-
-def _standardized(difference: Estimate | None) -> float:
-    """Returns a difference in units of its interval's width."""
-    assert difference is not None
-    return difference.value / max(difference.high - difference.low, 1e-9)
+        return NOT_RUN
+    pairs = [(one.difference, one) for one in comparisons if one.difference is not None]
+    if not pairs:
+        return UNCLEAR
+    text = HOLDS if all(pair.low > 0 for pair, _ in pairs) else UNCLEAR
+    text = FAILS if any(pair.high < 0 for pair, _ in pairs) else text
+    # In units of the intervals' widths.
+    _, one = min(pairs, key=lambda pair: pair[0].value / max(pair[0].high - pair[0].low, 1e-9))
+    return f"{text}: {one.value:.3g}, {one.other:.3g} ({one.case})"
 
 
 def _read_figures(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -81,15 +71,15 @@ def _read_figures(path: pathlib.Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text()) if path.exists() else []
 
 
-def _compare_rows(compare: Mapping[str, Any], rows: Sequence[Row]) -> list[Comparison]:
+def _compare_rows(check: Mapping[str, Any], rows: Sequence[Row]) -> list[Comparison]:
     """Compares settings by rows of `experiments.evaluate`, for each model and length."""
-    name, others = compare["better"], compare["than"]
+    name, others = check["better"], check["than"]
     selected = [
         row
         for row in rows
-        if row.question == compare["question"]
+        if row.question == check["question"]
         and row.setting in (caches.FULL, name, *others)
-        and any(fnmatch(row.task, pattern) for pattern in compare["tasks"])
+        and any(fnmatch(row.task, pattern) for pattern in check["tasks"])
     ]
     comparisons = list[Comparison]()
     for table in summarize.summarize(selected):
@@ -107,8 +97,8 @@ def _compare_rows(compare: Mapping[str, Any], rows: Sequence[Row]) -> list[Compa
             if pair is None or name not in means or other not in means:
                 continue
             pair = -pair if is_loss else pair
-            if "within" in compare:  # the claim is that the settings differ by less
-                pair = _margin(pair, compare["within"])
+            if "within" in check:  # the claim is that the settings differ by less
+                pair = _margin(pair, check["within"])
             case = counted[0].partition("_")[0] if len(counted) > 1 else counted[0]
             comparisons.append(Comparison(case, means[name], means[other], None if is_at_floor else pair))
     return comparisons
@@ -121,35 +111,35 @@ def _margin(difference: Estimate, within: float) -> Estimate:
     return Estimate(within - abs(difference.value), within - bounds[1], within - smallest)
 
 
-def _compare_figures(compare: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> list[Comparison]:
+def _compare_figures(check: Mapping[str, Any], figures: Sequence[Mapping[str, Any]]) -> list[Comparison]:
     """Compares two settings in every case that both have: seed by seed if the figures have samples."""
-    names = compare["better"], compare["than"]
+    names = check["better"], check["than"]
     cases: dict[str, dict[str, Mapping[str, Any]]] = {}
     for one in figures:
-        if one["metric"] == compare["metric"] and one["setting"] in names:
+        if one["metric"] == check["metric"] and one["setting"] in names:
             case = str(one.get("case", f"{one.get('model')}, {one.get('context_tokens')} tokens"))
-            if case in compare.get("cases", [case]):
+            if case in check.get("cases", [case]):
                 cases.setdefault(case, {})[one["setting"]] = one
-    cases = {case: found for case, found in cases.items() if len(found) == 2}
-    if compare.get("mean") and cases:  # the claim is about the mean over the cases
-        cases = {"mean of layers": {name: _mean_of_cases(cases, name) for name in names}}
+    pairs = [[found[name] for name in names] for found in cases.values() if len(found) == 2]
+    if check.get("mean") and pairs:  # the claim is about the mean over the cases
+        pairs = [[_mean_of_cases(of_setting) for of_setting in zip(*pairs, strict=True)]]
     # With a factor, the claim is about this multiple of the other setting's value.
-    sign, factor = 1 if compare.get("larger") else -1, compare.get("factor", 1.0)
+    factor = check.get("factor", 1.0)
     comparisons = []
-    for found in cases.values():
-        better, other = (found[name] for name in names)
+    for better, other in pairs:
         if "samples" in better and "samples" in other:
             pair = mean_interval(np.asarray(better["samples"]) - factor * np.asarray(other["samples"]))
         else:  # disjoint intervals are a significant difference
             bounds = better["low"] - factor * other["high"], better["high"] - factor * other["low"]
             pair = Estimate(better["value"] - factor * other["value"], *bounds)
-        comparisons.append(Comparison(compare["metric"], better["value"], other["value"], pair if sign > 0 else -pair))
+        pair = pair if check.get("larger") else -pair
+        comparisons.append(Comparison(check["metric"], better["value"], other["value"], pair))
     return comparisons
 
 
-def _mean_of_cases(cases: Mapping[str, Mapping[str, Mapping[str, Any]]], setting: str) -> dict[str, Any]:
-    """Returns a setting's mean over cases, seed by seed."""
-    samples = np.mean([found[setting]["samples"] for found in cases.values()], axis=0)
+def _mean_of_cases(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the mean of a setting's figures, seed by seed."""
+    samples = np.mean([one["samples"] for one in figures], axis=0)
     return {"value": float(samples.mean()), "samples": samples}
 
 

@@ -1,7 +1,7 @@
 """Pictures of results: a matrix of policies and tasks per model, and score against bytes, also by length."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,9 +10,11 @@ from experiments.summarize import Line
 
 plt = plots.plt
 COLORS = plt.colormaps["RdYlGn"]
+AUTO, PROFILE, AS_PUBLISHED, GRAY = "#1f5fa8", "#1b8a5a", "#c2513f", "0.55"
 NLL_RANGE = 0.3  # nats per token above the full cache that are drawn as a total loss
 TICKS = (3.1, 6.25, 12.5, 25, 50, 100)
 LABEL_GAP = 0.052  # smallest distance of labels, in scores
+FULL_CACHE, PRESS = "full cache", "kvpress "  # the full cache in tables, and the prefix of kvpress's presses
 
 
 class Cell(NamedTuple):
@@ -53,6 +55,11 @@ class Cell(NamedTuple):
         assert self.line.mean is not None
         return self.line.mean.value
 
+    @property
+    def point(self) -> tuple[float, float]:
+        """Percent of the bytes of the full cache, and score."""
+        return 100 * self.line.held, self.value
+
 
 def matrix(cells: Sequence[Cell], title: str) -> plt.Figure:
     """Draws scores as a matrix: a row per policy, and a column per task and budget.
@@ -66,17 +73,21 @@ def matrix(cells: Sequence[Cell], title: str) -> plt.Figure:
     Returns:
         The figure. Small numbers are documents.
     """
-    full = {cell.column: cell for cell in cells if cell.policy == "full cache"}
-    others = [cell for cell in cells if cell.policy != "full cache"]
-    columns = sorted({(cell.column, -cell.budget) for cell in others}, key=_column_order)
-    rows = sorted({(cell.policy, cell.has_profile) for cell in others}, key=_row_order)
-    by_place = {((cell.policy, cell.has_profile), (cell.column, -cell.budget)): cell for cell in others}
+    full = {cell.column: cell for cell in cells if cell.policy == FULL_CACHE}
+    others = {
+        ((cell.policy, cell.has_profile), (cell.column, -cell.budget)): cell
+        for cell in cells
+        if cell.policy != FULL_CACHE
+    }
+    columns = sorted({column for _, column in others})
+    # `auto` comes first, then policies with the profile, then the others.
+    rows = sorted({row for row, _ in others}, key=lambda row: (row[0] != "auto", not row[1], row[0]))
     figure, axes = plt.subplots(figsize=(2.2 + 0.62 * (len(columns) + 0.5), 0.9 + 0.34 * (len(rows) + 1)))
     for x, column in enumerate(columns):
         _draw_cell(axes, x, 0, full.get(column[0]), full.get(column[0]))
         for y, row in enumerate(rows, start=1):
-            _draw_cell(axes, x, y, by_place.get((row, column)), full.get(column[0]))
-    names = ["full cache", *(f"{name}, with profile" if profile else name for name, profile in rows)]
+            _draw_cell(axes, x, y, others.get((row, column)), full.get(column[0]))
+    names = [FULL_CACHE, *(f"{name}, with profile" if profile else name for name, profile in rows)]
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_xticks(range(len(columns)), [f"{-budget:g}%" for _, budget in columns], fontsize=8)
     axes.xaxis.tick_top()
@@ -91,18 +102,6 @@ def matrix(cells: Sequence[Cell], title: str) -> plt.Figure:
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     return figure
-
-
-def _column_order(column: tuple[tuple[str, str, int, str], float]) -> tuple[bool, str, int, float]:
-    """Sorts questions that are unseen first, then by task, length and budget."""
-    (_, task, tokens, question), budget = column
-    return question == "seen", task, tokens, budget
-
-
-def _row_order(row: tuple[str, bool]) -> tuple[bool, bool, str]:
-    """Sorts `auto` first, then policies with the profile, then the others."""
-    policy, has_profile = row
-    return policy != "auto", not has_profile, policy
 
 
 def _draw_cell(axes: plt.Axes, x: int, y: int, cell: Cell | None, full: Cell | None) -> None:
@@ -126,7 +125,7 @@ def retained(cell: Cell, full: Cell) -> float:
     return min(max(share, 0.0), 1.0)
 
 
-def score_by_bytes(cells: Sequence[Cell], systems: Iterable[str]) -> plt.Figure:
+def score_by_bytes(cells: Sequence[Cell], systems: Collection[str]) -> plt.Figure:
     """Draws the scores of one task against the bytes that the caches hold, with labels at the points.
 
     Args:
@@ -136,77 +135,56 @@ def score_by_bytes(cells: Sequence[Cell], systems: Iterable[str]) -> plt.Figure:
     Returns:
         The figure: the full cache, `auto`, the systems as published and with the profile, and kvpress's best press.
     """
-    systems = list(systems)
     figure, axes = plt.subplots(figsize=(8.4, 4.4))
-    full = [cell for cell in cells if cell.policy == "full cache"]
-    presses = [cell for cell in cells if cell.policy.startswith("kvpress ") and cell.line.documents >= 5]
-    best = max((cell for cell in presses if cell.budget == 25), key=lambda cell: cell.value, default=None)
-    labels: list[tuple[Cell, str]] = []
-    for cell in full:
-        axes.plot(100 * cell.line.held, cell.value, "s", color="black", markersize=7)
-        axes.annotate(
-            "full cache",
-            (100 * cell.line.held, cell.value),
-            (0, 9),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-        )
-    for policy, color in (("auto", "#1f5fa8"), (best.policy if best else "", "0.55")):
-        line = sorted((cell for cell in cells if cell.policy == policy), key=lambda cell: cell.line.held)
-        if line:
-            held, values = [100 * cell.line.held for cell in line], [cell.value for cell in line]
-            axes.plot(held, values, "o-", color=color, zorder=3)
-            axes.annotate(
-                policy,
-                (held[0], values[0]),
-                (8, -6),
-                textcoords="offset points",
-                fontsize=10,
-                color=color,
-                weight="bold",
-            )
-    for cell in cells:
-        if cell.policy in systems and cell.budget == 25:
-            color = "#1b8a5a" if cell.has_profile else "#c2513f"
+
+    def label(text: str, cell: Cell, offset: tuple[int, int], **style: Any) -> None:
+        axes.annotate(text, cell.point, offset, textcoords="offset points", **style)
+
+    [full] = [cell for cell in cells if cell.policy == FULL_CACHE]
+    axes.plot(*full.point, "s", color="black", markersize=7)
+    label(FULL_CACHE, full, (0, 9), ha="center", fontsize=9)
+    presses = [cell for cell in cells if cell.policy.startswith(PRESS) and cell.budget == 25]
+    best = max(presses, key=lambda cell: cell.value)
+    for policy, color in (("auto", AUTO), (best.policy, GRAY)):
+        curve = sorted((cell for cell in cells if cell.policy == policy), key=lambda cell: cell.line.held)
+        axes.plot(*zip(*(cell.point for cell in curve), strict=True), "o-", color=color, zorder=3)
+        label(policy, curve[0], (8, -6), fontsize=10, color=color, weight="bold")
+    of_systems = [cell for cell in cells if cell.policy in systems and cell.budget == 25]
+    for has_profile, heading, color in (
+        (True, "with the model's profile", PROFILE),
+        (False, "as published", AS_PUBLISHED),
+    ):
+        chosen = [cell for cell in of_systems if cell.has_profile == has_profile]
+        for cell in chosen:
             axes.plot(
-                100 * cell.line.held,
-                cell.value,
-                "o",
-                color=color,
-                markerfacecolor=color if cell.has_profile else "white",
-                markersize=6,
-                zorder=4,
+                *cell.point, "o", color=color, markerfacecolor=color if has_profile else "white", markersize=6, zorder=4
             )
             if cell.line.held > 1:
-                axes.annotate(
-                    f"{cell.policy}\n(reads {cell.line.read:.0%})",
-                    (100 * cell.line.held, cell.value),
-                    (-9, -3),
-                    textcoords="offset points",
-                    ha="right",
-                    va="center",
-                    fontsize=8,
-                    color=color,
-                )
-            else:
-                labels.append((cell, color))
-    for has_profile, heading in ((True, "with the model's profile"), (False, "as published")):
-        _label([one for one in labels if one[0].has_profile == has_profile], heading, axes)
-    axes.set(xscale="log", xlim=(2.7, 125), ylim=(-0.04, 1.04))
+                text = f"{cell.policy}\n(reads {cell.line.read:.0%})"
+                label(text, cell, (-9, -3), ha="right", va="center", fontsize=8, color=color)
+        _label_column([cell for cell in chosen if cell.line.held <= 1], heading, color, axes)
+    _set_axes(axes, 1.04)
     axes.set_xticks(TICKS, [f"{tick:g}%" for tick in TICKS])
-    axes.minorticks_off()
     axes.set_xlabel("bytes of the cache, relative to a full bfloat16 cache", fontsize=9)
     axes.set_ylabel("share of right answers", fontsize=9)
-    if full:
-        [one, *_] = full
-        title = (
-            f"{one.model}, questions about {one.line.documents} texts of {one.tokens:,} tokens, asked after compression"
-        )
-        axes.set_title(title, fontsize=10, loc="left")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    title = (
+        f"{full.model}, questions about {full.line.documents} texts of {full.tokens:,} tokens, asked after compression"
+    )
+    axes.set_title(title, fontsize=10, loc="left")
     return figure
+
+
+def _label_column(cells: Sequence[Cell], heading: str, color: str, axes: plt.Axes) -> None:
+    """Writes names in a column next to points, without overlaps, under a heading."""
+    ordered = sorted(cells, key=lambda cell: cell.value)
+    center = sum(cell.value for cell in ordered) / len(ordered)
+    begin = max(0.0, center - LABEL_GAP * (len(ordered) - 1) / 2)
+    arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.5, "alpha": 0.6}
+    for number, cell in enumerate(ordered):
+        text, place = f"{cell.policy} {cell.value:.2f}", (33, begin + LABEL_GAP * number)
+        axes.annotate(text, cell.point, place, fontsize=8, color=color, va="center", arrowprops=arrow)
+    top = begin + LABEL_GAP * len(ordered)
+    axes.text(33, top, f"{heading}:", fontsize=8, color=color, va="center", weight="bold")
 
 
 def score_by_length(panels: Mapping[int, Mapping[str, Sequence[Line]]], title: str) -> plt.Figure:
@@ -220,7 +198,7 @@ def score_by_length(panels: Mapping[int, Mapping[str, Sequence[Line]]], title: s
         The figure. Bars are 95% intervals over documents.
     """
     names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
-    colors = dict(zip(names, ("black", "#1f5fa8", "#c2513f", "#1b8a5a", "0.55"), strict=False))
+    colors = dict(zip(names, ("black", AUTO, AS_PUBLISHED, PROFILE, GRAY), strict=False))
     figure, columns = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.6), sharey=True, squeeze=False)
     for axes, (tokens, curves) in zip(columns[0], sorted(panels.items()), strict=True):
         for name, lines in curves.items():
@@ -231,13 +209,10 @@ def score_by_length(panels: Mapping[int, Mapping[str, Sequence[Line]]], title: s
             axes.errorbar(held, values, bars, fmt=marker, color=colors[name], label=name, capsize=2, elinewidth=0.8)
         counts = sorted({line.documents for lines in curves.values() for line in lines})
         documents = " to ".join(str(one) for one in dict.fromkeys((counts[0], counts[-1])))
-        axes.set(xscale="log", xlim=(2.7, 125), ylim=(-0.04, 1.06))
+        _set_axes(axes, 1.06)
         axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS], fontsize=8)
-        axes.minorticks_off()
         axes.set_title(f"{tokens:,} tokens, {documents} texts", fontsize=9)
         axes.set_xlabel("bytes, % of the full cache's", fontsize=9)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
     columns[0][0].set_ylabel("share of right answers", fontsize=9)
     handles = {name: one for axes in columns[0] for one, name in zip(*axes.get_legend_handles_labels(), strict=True)}
     columns[0][-1].legend(handles.values(), handles.keys(), fontsize=8, loc="lower right")
@@ -246,23 +221,9 @@ def score_by_length(panels: Mapping[int, Mapping[str, Sequence[Line]]], title: s
     return figure
 
 
-def _label(labels: Sequence[tuple[Cell, str]], heading: str, axes: plt.Axes) -> None:
-    """Writes names next to points, without overlaps, under a heading."""
-    if not labels:
-        return
-    ordered = sorted(labels, key=lambda one: one[0].value)
-    center = sum(one[0].value for one in ordered) / len(ordered)
-    begin = max(0.0, center - LABEL_GAP * (len(ordered) - 1) / 2)
-    for number, (cell, color) in enumerate(ordered):
-        point, place = (100 * cell.line.held, cell.value), (33, begin + LABEL_GAP * number)
-        axes.annotate(
-            f"{cell.policy} {cell.value:.2f}",
-            point,
-            place,
-            fontsize=8,
-            color=color,
-            va="center",
-            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 0.5, "alpha": 0.6},
-        )
-    top = begin + LABEL_GAP * len(ordered)
-    axes.text(33, top, f"{heading}:", fontsize=8, color=ordered[0][1], va="center", weight="bold")
+def _set_axes(axes: plt.Axes, top: float) -> None:
+    """Sets the limits and the style of axes of scores, up to `top`, against bytes."""
+    axes.set(xscale="log", xlim=(2.7, 125), ylim=(-0.04, top))
+    axes.minorticks_off()
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
