@@ -20,7 +20,7 @@ weights. Weights and prompts are random unless `--model` names a model. Policies
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -29,64 +29,31 @@ import numpy as np
 from jaxtyping import Float
 
 import kvjax
-from experiments import answers, throughput
 from experiments.common import caches, timing
+from experiments.common.answers import measure_answer, measure_first_answer, measure_questions
 from experiments.common.caches import Setting
 from experiments.common.compiled import launches
-from experiments.common.flags import Flags, one_of, repeatable, run_command
+from experiments.common.flags import run_command
 from experiments.common.output import Figure, Measured, append_row, figure, print_figures, write_figures
 from experiments.common.shapes import UnscoredModel, find_shape, first_layers, random_model
+from experiments.common.speed_options import (
+    MIN_SAMPLES,
+    TRANSFORMERS,
+    Options,
+    dtype_of,
+    make_generators,
+    measure_runs,
+    random_tokens,
+)
 from experiments.common.statistics import median_interval
+from experiments.common.throughput import measure_throughput
 from experiments.common.transformers_decode import TransformersWriter
 from kvjax_models import LanguageModel, load
-from kvjax_models.language_model import resolve_path
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.state import GenerationState
 from pallas_kernels import benchmarking
 
-MIN_SAMPLES = 6  # samples whose median has a 95% interval
 ANSWER_TOKENS = 1_000  # of end-to-end times, which add prefill and decode steps
-
-
-@dataclasses.dataclass(frozen=True)
-class Options(Flags):
-    """Options of a measurement."""
-
-    measure: tuple[str, ...] = repeatable(
-        "latency", choices=("latency", "prefill", "throughput", "first_answer", "answer", "questions", "bytes")
-    )  # Repeatable.
-    shape: str = "small"  # Sizes of a random model: a name of `common.shapes`, or a directory with a config.json.
-    model: str | None = None  # A model to load in place of a random one.
-    layers: int | None = None  # Layers of the random model; by default all.
-    dtype: str | None = one_of(None, ("float32", "bfloat16"))  # Default: float32 on CPUs, otherwise bfloat16.
-    policy: tuple[str, ...] = repeatable("snapkv", "leverage_scores", "subgen", "balancekv", "chelsea", "clusterkv")
-    budget: tuple[str, ...] = repeatable("25%")
-    kv_dtype: tuple[str, ...] = repeatable("none")
-    context_tokens: tuple[int, ...] = repeatable(4096)  # Tokens of the prompt; repeatable.
-    tokens: int = 32  # Tokens of a timed run of decode steps.
-    repetitions: int = 7  # Timed runs, at least 6.
-    prefill_chunk: int = 256  # Tokens per chunk of exact prefill, for `latency`.
-    batch: int = 1  # Copies of the sequence that decode together, for `latency`.
-    equal_memory: bool = False  # Every setting decodes as many copies as fit in the memory of `batch` full caches.
-    transformers: bool = False  # Also decode with transformers, which must be installed.
-    questions: int = 12  # Questions of `questions`.
-    question_tokens: int = 16  # Tokens of each of them.
-    answer_tokens: int = 256  # Tokens of a request of `throughput`.
-    full_rows: tuple[int, ...] = repeatable(1, 4)  # Rows of the full cache that set the memory of `throughput`.
-    seed: int = 0
-    output_dir: str = "build/speed"  # Directory of the figures.
-    results: str | None = None  # File of JSON lines, to which a row per setting is appended.
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.repetitions < MIN_SAMPLES:
-            raise ValueError(f"repetitions={self.repetitions} must be at least {MIN_SAMPLES}")
-
-    @property
-    def settings(self) -> list[Setting]:
-        """The settings, the full cache first."""
-        chosen = caches.parse_settings(self.policy, self.budget, self.kv_dtype)
-        return list(dict.fromkeys([Setting(caches.FULL), *chosen]))
 
 
 def make_model(options: Options) -> LanguageModel:
@@ -97,19 +64,6 @@ def make_model(options: Options) -> LanguageModel:
         return UnscoredModel(llm.model, dataclasses.replace(llm.tokenizer, eos_ids=()))
     config = first_layers(find_shape(options.shape), options.layers)
     return random_model(config, dtype, options.seed, is_abstract=options.measure == ("bytes",))
-
-
-def make_generators(llm: LanguageModel, settings: Sequence[Setting], **sizes: Any) -> dict[Setting, Generator]:
-    """Returns a generator of every setting that is possible, and prints why the others are not."""
-    generators = {}
-    for setting in settings:
-        try:
-            generator = setting.cache(llm).generator(**sizes)
-            setting.check(generator)
-            generators[setting] = generator
-        except ValueError as error:
-            print(f"{setting} is left out: {error}")
-    return generators
 
 
 def latency_generators(
@@ -152,14 +106,13 @@ def measure_latency(options: Options, llm: LanguageModel, context: int) -> Itera
     read = np.asarray([seconds for seconds, _ in layers])
     compress = {name: np.asarray([seconds[name] for _, seconds in layers]) for name in prefill.states}
     weights, bandwidth = timing.weight_bytes(llm.model), benchmarking.memory_bandwidth()
-    common: dict[str, Any] = {"context_tokens": context, "model": options.model or options.shape}
-    common["dtype"] = str(jnp.dtype(llm.model.embedding.param_dtype))
+    common = options.labels(llm, context)
     peers: dict[Any, Any] = {}
     is_cpu = jax.default_backend() == "cpu"
     if options.transformers:
         if not is_cpu:
             raise ValueError("--transformers shares a CPU; on a device, run experiments.transformers_speed instead")
-        peers["transformers"] = TransformersWriter(llm.model.config, common["dtype"], context, options.tokens)
+        peers[TRANSFORMERS] = TransformersWriter(llm.model.config, dtype_of(llm), context, options.tokens)
     names = list(prefill.states)
     decoded: dict[Any, _Decoded] = {}
     for group in [names] if is_cpu else [[name] for name in names]:
@@ -238,91 +191,36 @@ def _decode(options: Options, sequences: Mapping[Any, Any], peers: Mapping[Any, 
 
 
 def measure_prefill(options: Options, llm: LanguageModel, context: int) -> Iterator[Measured]:
-    """Measures `Generator.prefill` of one random prompt with every setting.
-
-    Args:
-        options: the options.
-        llm: the model.
-        context: tokens of the prompt.
-
-    Yields:
-        Labels and values of each setting.
-    """
-    sizes = {"max_prompt_tokens": context, "max_new_tokens": options.tokens}
-    generators = make_generators(llm, options.settings, **sizes)
-    prompt = np.random.default_rng(options.seed).integers(0, llm.model.config.vocab_size, context).tolist()
+    """Yields labels and values of `Generator.prefill` of one random prompt with every setting."""
+    generators = make_generators(llm, options.settings, max_prompt_tokens=context, max_new_tokens=options.tokens)
+    prompts = random_tokens(llm, options.seed, 1, context)
 
     def prefill(generator: Generator) -> GenerationState:
-        return generator.prefill(generator.init_state(options.seed), [prompt])
+        return generator.prefill(generator.init_state(options.seed), prompts)
 
-    runs = [functools.partial(prefill, generator) for generator in generators.values()]
-    seconds = timing.interleaved_seconds(runs, options.repetitions)
-    common = {"context_tokens": context, "model": options.model or options.shape}
-    for setting, times in zip(generators, seconds, strict=True):
-        values = {"prefill_seconds": times, "prefill_seconds_ratio": times / seconds[0]}
-        yield {"setting": str(setting), **common}, {name: median_interval(x) for name, x in values.items()}
+    runs = {str(setting): functools.partial(prefill, generator) for setting, generator in generators.items()}
+    for name, values in measure_runs(runs, options.repetitions, "prefill_seconds").items():
+        yield {"setting": name, **options.labels(llm, context)}, {**values}
 
 
 def measure_bytes(options: Options, llm: LanguageModel, context: int) -> Iterator[Measured]:
     """Yields the bytes that every setting's cache holds and that a step reads, relative to a full bfloat16 cache."""
-    total = context + options.tokens
-    sizes = {"max_prompt_tokens": context, "max_new_tokens": options.tokens}
-    common = {"context_tokens": context, "model": options.model or options.shape}
-    for setting, generator in make_generators(llm, options.settings, **sizes).items():
-        held, read = caches.fractions(generator, total)
-        yield {"setting": str(setting), **common}, {"held_fraction": held, "read_fraction": read}
+    generators = make_generators(llm, options.settings, max_prompt_tokens=context, max_new_tokens=options.tokens)
+    for setting, generator in generators.items():
+        held, read = caches.fractions(generator, context + options.tokens)
+        values = {"held_fraction": held, "read_fraction": read}
+        yield {"setting": str(setting), **options.labels(llm, context)}, values
 
 
 def measure_limits(options: Options, llm: LanguageModel) -> Iterator[Measured]:
     """Yields memory bandwidth, rate of matrix products, and the time that reading the weights takes."""
-    dtype = llm.model.embedding.param_dtype
     bandwidth = benchmarking.memory_bandwidth()
-    labels = {"setting": "machine", "model": options.model or options.shape, "dtype": str(jnp.dtype(dtype))}
-    yield (
-        labels,
-        {
-            "memory_bandwidth_gb_s": bandwidth / 1e9,
-            "matmul_gflops": benchmarking.product_rate(jnp.dtype(dtype)) / 1e9,
-            "ms_per_token_of_weights": 1e3 * timing.weight_bytes(llm.model) / bandwidth,
-        },
-    )
-
-
-def measure_throughput(options: Options, llm: LanguageModel, context: int) -> Iterator[Measured]:
-    """Yields labels and values of continuous batching with every setting and number of full rows."""
-    for rows in options.full_rows:
-        sizes = throughput.Sizes(context, options.answer_tokens, rows, options.repetitions, options.seed)
-        yield from throughput.measure(llm, options.settings, sizes)
-
-
-def _answer_sizes(options: Options, llm: LanguageModel, context: int) -> answers.Sizes:
-    dtype = str(jnp.dtype(llm.model.embedding.param_dtype)) if options.transformers else None
-    number, repetitions = options.questions, options.repetitions
-    return answers.Sizes(context, options.question_tokens, number, options.tokens, repetitions, options.seed, dtype)
-
-
-def measure_first_answer(options: Options, llm: LanguageModel, context: int) -> Iterator[Measured]:
-    """Yields labels and values of the first answer of new processes with every setting.
-
-    Raises:
-        ValueError: if the options name no model, which new processes could load.
-    """
-    if options.model is None:
-        raise ValueError("--measure first_answer loads a model in new processes; pass --model")
-    path = resolve_path(options.model)
-    yield from answers.measure_first_answer(llm, path, options.settings, _answer_sizes(options, llm, context))
-
-
-def measure_answer(options: Options, llm: LanguageModel, context: int) -> Iterator[Measured]:
-    """Yields labels and values of the answer to a prompt with every setting."""
-    sizes = {"max_prompt_tokens": context, "max_new_tokens": options.tokens}
-    generators = make_generators(llm, options.settings, **sizes)
-    yield from answers.measure_answer(llm, generators, _answer_sizes(options, llm, context))
-
-
-def measure_questions(options: Options, llm: LanguageModel, context: int) -> Iterator[Measured]:
-    """Yields labels and values of the answers to questions about one document with every setting."""
-    yield from answers.measure_questions(llm, options.settings, _answer_sizes(options, llm, context))
+    values = {
+        "memory_bandwidth_gb_s": bandwidth / 1e9,
+        "matmul_gflops": benchmarking.product_rate(jnp.dtype(dtype_of(llm))) / 1e9,
+        "ms_per_token_of_weights": 1e3 * timing.weight_bytes(llm.model) / bandwidth,
+    }
+    yield {"setting": "machine", "model": options.model or options.shape, "dtype": dtype_of(llm)}, values
 
 
 MEASURES = {

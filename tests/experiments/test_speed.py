@@ -9,9 +9,8 @@ import time
 
 import pytest
 
-from experiments import answers, device, speed, throughput
-from experiments.common import ROOT, flags, shapes
-from experiments.common.caches import Setting
+from experiments import device, speed
+from experiments.common import ROOT, answers, flags, shapes
 from experiments.device import Step
 from pallas_kernels import benchmarking
 from tests.experiments.support import command, figures
@@ -146,22 +145,19 @@ def test_first_answers_are_of_new_processes(tmp_path, monkeypatch):
     assert 0 < found["warm_seconds"] < found["cold_seconds"] and found["stored_seconds"] > 0
 
 
-def test_every_policy_uses_the_memory_of_the_full_cache(capsys):
-    settings = [
-        Setting("exact"),
-        Setting("streaming_llm", "25%"),
-        Setting("quest", "64 slots"),
-        Setting("kvzip", "2 slots"),
-    ]
-    sizes = throughput.Sizes(192, 64, full_rows=2, repetitions=2, seed=0)
-    measured = {labels["setting"]: values for labels, values in throughput.measure(tiny.make_llm(), settings, sizes)}
+def test_every_policy_uses_the_memory_of_the_full_cache(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
+    policies = ("streaming_llm@25%", "quest@64slots", "kvzip@2slots")
+    options = {"shape": "tiny", "policy": policies, "context_tokens": (192,), "answer_tokens": 64, "full_rows": (2,)}
+    speed.main(speed.Options(measure=("throughput",), **options, repetitions=6, output_dir=str(tmp_path)))
     assert "kvzip @ 2 is left out: " in capsys.readouterr().out
-    rows = {setting: values["rows"] for setting, values in measured.items()}
+    found = {(one["setting"], one["metric"]): one for one in figures(tmp_path / "throughput.json")}
+    rows = {setting: one["value"] for (setting, metric), one in found.items() if metric == "rows"}
     # Retrieval keeps all tokens and the bounds of pages.
     assert rows["exact"] == 2 and rows["streaming_llm @ 25%"] >= 5 and rows["quest @ 64"] == 1
-    ratio = measured["streaming_llm @ 25%"]["requests_per_second_ratio"]
-    assert 0 < ratio.low <= ratio.value <= ratio.high
-    assert measured["exact"]["requests_per_second_ratio"].value == pytest.approx(1)
+    ratio = found["streaming_llm @ 25%", "requests_per_second_ratio"]
+    assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
+    assert found["exact", "requests_per_second_ratio"]["value"] == pytest.approx(1)
 
 
 def test_shapes_are_found_by_name_and_directory():
