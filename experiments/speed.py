@@ -14,7 +14,8 @@ many rows as fit in the memory of `--full_rows` rows of the full cache. `first_a
 processes, without and with stored programs, `answer` prefill and the decode steps of an answer of `--tokens` tokens,
 `questions` the answers to `--questions` questions about a document that was read before; with `--transformers` also
 those of transformers' DynamicCache. `bytes` computes the bytes that a cache holds and that a step reads, without
-weights. Weights and prompts are random unless `--model` names a model. Policies alternate, so ratios compare neighbors.
+weights. `transformers` decodes with each of transformers' caches; on a GPU, `JAX_PLATFORMS=cpu` leaves its memory to
+torch. Weights and prompts are random unless `--model` names a model. Policies alternate, so ratios compare neighbors.
 """
 
 import dataclasses
@@ -47,7 +48,7 @@ from experiments.common.speed_options import (
 )
 from experiments.common.statistics import median_interval
 from experiments.common.throughput import measure_throughput
-from experiments.common.transformers_decode import TransformersWriter
+from experiments.common.transformers_decode import TransformersWriter, measure_transformers
 from kvjax_models import LanguageModel, load
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.state import GenerationState
@@ -63,7 +64,7 @@ def make_model(options: Options) -> LanguageModel:
         llm = load(options.model, dtype)
         return UnscoredModel(llm.model, dataclasses.replace(llm.tokenizer, eos_ids=()))
     config = first_layers(find_shape(options.shape), options.layers)
-    return random_model(config, dtype, options.seed, is_abstract=options.measure == ("bytes",))
+    return random_model(config, dtype, options.seed, is_abstract=set(options.measure) <= {"bytes", "transformers"})
 
 
 def latency_generators(
@@ -111,7 +112,7 @@ def measure_latency(options: Options, llm: LanguageModel, context: int) -> Itera
     is_cpu = jax.default_backend() == "cpu"
     if options.transformers:
         if not is_cpu:
-            raise ValueError("--transformers shares a CPU; on a device, run experiments.transformers_speed instead")
+            raise ValueError("--transformers shares a CPU; on a device, pass --measure transformers")
         peers[TRANSFORMERS] = TransformersWriter(llm.model.config, dtype_of(llm), context, options.tokens)
     names = list(prefill.states)
     decoded: dict[Any, _Decoded] = {}
@@ -231,6 +232,7 @@ MEASURES = {
     "answer": measure_answer,
     "questions": measure_questions,
     "bytes": measure_bytes,
+    "transformers": measure_transformers,
 }
 
 

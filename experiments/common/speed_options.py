@@ -16,6 +16,7 @@ from kvjax_models import LanguageModel
 from kvjax_models.runner.generator import Generator
 
 MIN_SAMPLES = 6  # samples whose median has a 95% interval
+MEASURES = ("latency", "prefill", "throughput", "first_answer", "answer", "questions", "bytes", "transformers")
 TRANSFORMERS = "transformers"  # the beginning of the names of its runs
 
 
@@ -23,9 +24,7 @@ TRANSFORMERS = "transformers"  # the beginning of the names of its runs
 class Options(Flags):
     """Options of a measurement."""
 
-    measure: tuple[str, ...] = repeatable(
-        "latency", choices=("latency", "prefill", "throughput", "first_answer", "answer", "questions", "bytes")
-    )  # Repeatable.
+    measure: tuple[str, ...] = repeatable("latency", choices=MEASURES)  # Repeatable.
     shape: str = "small"  # Sizes of a random model: a name of `common.shapes`, or a directory with a config.json.
     model: str | None = None  # A model to load in place of a random one.
     layers: int | None = None  # Layers of the random model; by default all.

@@ -1,10 +1,17 @@
 """Decode steps and answers of transformers, for comparison. Needs torch and transformers."""
 
 import copy
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from experiments.common.output import Measured
+from experiments.common.speed_options import TRANSFORMERS, Options, dtype_of
+from experiments.common.statistics import Estimate, median_interval
+from experiments.common.timing import interleaved_seconds
+from kvjax_models import LanguageModel
 from kvjax_models.model.config import LlamaConfig
+from pallas_kernels.benchmarking import describe
 
 CacheKind = Literal["dynamic", "static", "static in a CUDA graph"]
 CACHES: tuple[CacheKind, ...] = ("dynamic", "static", "static in a CUDA graph")
@@ -156,3 +163,39 @@ class TransformersWriter:
         with torch.cuda.graph(graph):
             self._decode(**options)
         return graph.replay
+
+
+def _ms_per_token(options: Options, llm: LanguageModel, context: int, cache: CacheKind) -> Estimate:
+    """Returns the time per token with a cache, whose memory is not referenced afterwards."""
+    writer = TransformersWriter(llm.model.config, dtype_of(llm), context, options.tokens, cache)
+    return median_interval(1e3 * interleaved_seconds([writer], options.repetitions)[0] / options.tokens)
+
+
+def measure_transformers(options: Options, llm: LanguageModel, context: int) -> Iterator[Measured]:
+    """Measures decode steps of transformers with each of its caches, after a context of random keys and values.
+
+    Args:
+        options: the options.
+        llm: the model, which gives the sizes.
+        context: tokens in the cache.
+
+    Yields:
+        Labels and values of each cache; of a cache that failed, the problem. CUDA graphs need a GPU.
+    """
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    common = options.labels(llm, context) | {"device": torch.cuda.get_device_name() if has_gpu else "cpu"}
+    for cache in CACHES if has_gpu else CACHES[:2]:
+        labels, values = {"setting": f"{TRANSFORMERS}, {cache}", **common}, dict[str, Any]()
+        try:
+            values["ms_per_token"] = _ms_per_token(options, llm, context, cache)
+            if has_gpu:
+                values["peak_bytes"] = torch.cuda.max_memory_allocated()
+        except Exception as error:  # the other caches are measured
+            labels["problem"] = describe(error)
+        yield labels, values
+        gc.collect()  # the memory is free before the next model is created
+        if has_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
