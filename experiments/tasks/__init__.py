@@ -3,6 +3,7 @@
 A name may have an argument after a colon, such as `longeval_lines:200`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -66,6 +67,6 @@ def make_task(name: str, request: Request) -> Task:
     if family not in TASKS:
         raise ValueError(f"task {name!r} is unknown; known tasks: {', '.join(TASKS)}")
     try:
-        return TASKS[family](argument, request)
+        return dataclasses.replace(TASKS[family](argument, request), name=name)
     except ValueError as error:
         raise ValueError(f"task {name}: {error}") from error

@@ -45,9 +45,7 @@ def make_task(argument: str, request: Request) -> Task:
     if argument not in ("", haystacks.DOCS):
         raise ValueError(f"facts:{argument} is not a task; pass facts or facts:docs")
     documents = request.generate(lambda rng, _: generate(rng, argument, request))
-    return Task(
-        f"facts:{argument}" if argument else "facts", documents, score=is_word, answer_tokens=ANSWER_TOKENS, stop="\n"
-    )
+    return Task(documents, score=is_word, answer_tokens=ANSWER_TOKENS, stop="\n")
 
 
 def generate(rng: np.random.Generator, source: str, request: Request) -> Document:

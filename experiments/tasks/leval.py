@@ -36,14 +36,13 @@ def make_task(name: str, argument: str, request: Request) -> Task:
             if (questions := _choice_questions(entry["instructions"], entry["outputs"]))
         ]
         longest = max(request.num_tokens(choice) for one in documents for q in one.questions for choice in q.choices)
-        return Task(name, fit_documents(documents, request, longest), kind="choose", answer_tokens=longest)
+        return Task(fit_documents(documents, request, longest), kind="choose", answer_tokens=longest)
     file, metric, answer_tokens = ANSWERS[name]
     documents = [
         Document(entry["input"], _short_questions(entry["instructions"], entry["outputs"]), str(number))
         for number, entry in enumerate(data_files.read_jsonl(request.data_dir, f"leval/{file}.jsonl"))
     ]
     return Task(
-        name,
         fit_documents(documents, request, answer_tokens),
         score=lambda answer, question: max(metric(answer, correct) for correct in question.answers),
         answer_tokens=answer_tokens,

@@ -87,7 +87,6 @@ def make_task(family: str, name: str, request: Request) -> Task:
     entries = data_files.read_jsonl(request.data_dir, file)
     documents = [read_entry(settings, entry, f"{file}, entry {n}", str(n)) for n, entry in enumerate(entries, 1)]
     return Task(
-        f"{family}:{name}",
         tuple(truncate(document, settings.answer_tokens, request) for document in request.select(documents)),
         score=functools.partial(score, settings),
         answer_tokens=settings.answer_tokens,

@@ -43,8 +43,7 @@ def lines(argument: str, request: Request) -> Task:
     """Returns records of lines that fill the tokens; the argument is the number of questions per record."""
     questions = int(argument or 1)
     documents = request.generate(lambda rng, _: generate_lines(rng, questions, request))
-    name = f"lines:{argument}" if argument else "lines"
-    return Task(name, documents, score=last_number, answer_tokens=ANSWER_TOKENS)
+    return Task(documents, score=last_number, answer_tokens=ANSWER_TOKENS)
 
 
 def generate_lines(rng: np.random.Generator, questions: int, request: Request) -> Document:
@@ -86,8 +85,7 @@ def published_lines(argument: str, request: Request) -> Task:
         documents.append(
             Document(before, (Question(mark + after.rstrip(), (str(entry["expected_number"]),)),), str(number))
         )
-    name = f"longeval_lines:{argument or 200}"
-    return Task(name, tuple(request.select(documents)), score=last_number, answer_tokens=ANSWER_TOKENS)
+    return Task(tuple(request.select(documents)), score=last_number, answer_tokens=ANSWER_TOKENS)
 
 
 def published_topics(argument: str, request: Request) -> Task:
@@ -101,8 +99,7 @@ def published_topics(argument: str, request: Request) -> Task:
         before, mark, after = entry["prompt"].partition(TOPICS_END)
         question = Question(f"{mark}{after}", (entry["topics"][0],))
         documents.append(Document(before, (question,), str(entry["test_id"])))
-    name = f"longeval_topics:{argument or 5}"
-    return Task(name, tuple(request.select(documents)), score=contains, answer_tokens=ANSWER_TOKENS)
+    return Task(tuple(request.select(documents)), score=contains, answer_tokens=ANSWER_TOKENS)
 
 
 TASKS = {"lines": lines, "longeval_lines": published_lines, "longeval_topics": published_topics}

@@ -48,7 +48,7 @@ def make_task(name: str, argument: str, request: Request) -> Task:
             fitting.append(dataclasses.replace(document, questions=left))
     if not fitting:
         raise ValueError(f"tokens={request.tokens} leave no evidence of a question in the texts; pass more tokens")
-    return Task(name, tuple(fitting), score=_score_cloze if is_cloze else _score, answer_tokens=answer_tokens)
+    return Task(tuple(fitting), score=_score_cloze if is_cloze else _score, answer_tokens=answer_tokens)
 
 
 def _question(pair: dict[str, Any]) -> Question:

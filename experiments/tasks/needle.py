@@ -53,7 +53,6 @@ def make_task(argument: str, request: Request) -> Task:
     prompt = prompts()["minference" if form == "minference" else "kamradt"]
     documents = request.generate(lambda rng, index: generate(form, rng, DEPTHS[index % len(DEPTHS)], source, request))
     return Task(
-        f"needle:{argument}" if argument else "needle",
         documents,
         score=contains if form == "minference" else share_of_words,
         answer_tokens=prompt["answer_tokens"],

@@ -24,10 +24,9 @@ def make_task(name: str, argument: str, request: Request) -> Task:
     if not texts:
         raise ValueError(f"no text of {source} has {request.tokens} tokens")
     documents = request.generate(lambda rng, index: _passage(texts[index % len(texts)], rng, request))
-    full_name = f"{name}:{argument}" if argument else name
     if form == "stream":
-        return Task(full_name, documents, kind="stream", chat=False)
-    return Task(full_name, documents, kind="continue", answer_tokens=int(argument or CONTINUATION), chat=False)
+        return Task(documents, kind="stream", chat=False)
+    return Task(documents, kind="continue", answer_tokens=int(argument or CONTINUATION), chat=False)
 
 
 def _read(source: str, request: Request) -> list[str]:

@@ -108,8 +108,7 @@ def make_task(name: str, argument: str, request: Request) -> Task:
         chosen = [items[order[number % len(order)]] for number in range(index * count, (index + 1) * count)]
         return generate(chosen, pool, rng, request)
 
-    full_name = f"{name}:{argument}" if argument else name
-    return Task(full_name, request.generate(make), score=contains, answer_tokens=ANSWER_TOKENS)
+    return Task(request.generate(make), score=contains, answer_tokens=ANSWER_TOKENS)
 
 
 def generate(items: list[Item], pool: tuple[str, ...], rng: np.random.Generator, request: Request) -> Document:

@@ -43,9 +43,8 @@ def gsm8k(argument: str, request: Request) -> Task:
 
         return longest_that_fits(make, request, ANSWER_TOKENS, len(shown))
 
-    name = f"gsm8k:{argument}" if argument else "gsm8k"
     documents = request.generate(document)
-    return Task(name, documents, score=_score_number, answer_tokens=ANSWER_TOKENS, chat=False, stop="\n\n")
+    return Task(documents, score=_score_number, answer_tokens=ANSWER_TOKENS, chat=False, stop="\n\n")
 
 
 def _worked_example(entry: dict[str, str]) -> str:
@@ -71,8 +70,7 @@ def gsm8k_trace(argument: str, request: Request) -> Task:
         Document(entry["question"], (Question(" Think step by step.", ()),), str(number))
         for number, entry in enumerate(entries)
     ]
-    steps = int(argument or ANSWER_TOKENS)
-    return Task(f"gsm8k_trace:{steps}", tuple(documents), kind="trace", answer_tokens=steps)
+    return Task(tuple(documents), kind="trace", answer_tokens=int(argument or ANSWER_TOKENS))
 
 
 def humaneval(argument: str, request: Request) -> Task:
@@ -91,7 +89,7 @@ def humaneval(argument: str, request: Request) -> Task:
         )
         for entry in request.select(data_files.read_jsonl(request.data_dir, "reasoning/humaneval.jsonl.gz"))
     )
-    return Task("humaneval:run", documents, score=passes_tests, answer_tokens=ANSWER_TOKENS, chat=False)
+    return Task(documents, score=passes_tests, answer_tokens=ANSWER_TOKENS, chat=False)
 
 
 def passes_tests(answer: str, question: Question) -> float:
@@ -125,8 +123,7 @@ def humaneval_trace(argument: str, request: Request) -> Task:
         Document(entry["prompt"], (Question("", ()),), entry["task_id"])
         for entry in request.select(data_files.read_jsonl(request.data_dir, "reasoning/humaneval.jsonl.gz"))
     )
-    steps = int(argument or ANSWER_TOKENS)
-    return Task(f"humaneval_trace:{steps}", documents, kind="trace", answer_tokens=steps, chat=False)
+    return Task(documents, kind="trace", answer_tokens=int(argument or ANSWER_TOKENS), chat=False)
 
 
 TASKS = {"gsm8k": gsm8k, "gsm8k_trace": gsm8k_trace, "humaneval": humaneval, "humaneval_trace": humaneval_trace}

@@ -39,8 +39,7 @@ def key_values(argument: str, request: Request) -> Task:
         rng = np.random.default_rng([request.seed, number])
         document = _key_value_document(entry["ordered_kv_records"], entry["key"], count, rng, request)
         documents.append(dataclasses.replace(document, name=entry["key"]))
-    name = f"kv_retrieval:{argument}" if argument else "kv_retrieval"
-    return Task(name, tuple(documents), score=contains, answer_tokens=KEY_VALUE_ANSWER_TOKENS)
+    return Task(tuple(documents), score=contains, answer_tokens=KEY_VALUE_ANSWER_TOKENS)
 
 
 def _key_value_document(
@@ -106,7 +105,7 @@ def babi(argument: str, request: Request) -> Task:
         for index, story in enumerate(stories)
     ]
     score = functools.partial(only_label, BABI_LABELS[number])
-    return Task(f"babi:{number}", tuple(documents), score=score, answer_tokens=BABI_ANSWER_TOKENS)
+    return Task(tuple(documents), score=score, answer_tokens=BABI_ANSWER_TOKENS)
 
 
 def only_label(labels: Iterable[str], answer: str, question: Question) -> float:

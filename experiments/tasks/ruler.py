@@ -58,11 +58,7 @@ TASKS = tuple(ANSWER_TOKENS)
 def make_task(name: str, argument: str, request: Request) -> Task:
     """Returns a task; the argument "docs" replaces the essays by Python's documentation."""
     documents = request.generate(lambda rng, _: generate(name, argument, rng, request))
-    return Task(_full_name(name, argument), documents, score=share_contained, answer_tokens=ANSWER_TOKENS[name])
-
-
-def _full_name(name: str, argument: str) -> str:
-    return f"{name}:{argument}" if argument else name
+    return Task(documents, score=share_contained, answer_tokens=ANSWER_TOKENS[name])
 
 
 def generate(name: str, source: str, rng: np.random.Generator, request: Request) -> Document:

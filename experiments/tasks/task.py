@@ -52,7 +52,6 @@ class Task:
     """Documents and the measurement of a model on them.
 
     Attributes:
-        name: name with argument, as on the command line.
         documents: the documents.
         kind: "generate" scores generated answers; "choose" compares the likelihoods of choices; "continue" measures the
             likelihood of the last tokens after exact prefill; "stream" measures the likelihood of all tokens, each
@@ -61,15 +60,16 @@ class Task:
         answer_tokens: maximum number of generated tokens, or the number of measured ones.
         chat: whether instruction-tuned models get the prompt in their chat template.
         stop: text that ends an answer.
+        name: name with argument, as on the command line.
     """
 
-    name: str
     documents: tuple[Document, ...]
     kind: Kind = "generate"
     score: Callable[[str, Question], float] | None = None
     answer_tokens: int = 0
     chat: bool = True
     stop: str | None = None
+    name: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

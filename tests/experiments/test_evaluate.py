@@ -52,7 +52,7 @@ def make_task(kind="generate", questions=2, documents=3, **options):
     ]
     made = tuple(Document(TEXT[: 900 + d], of_document, f"d{d}") for d, of_document in enumerate(asked))
     scores = {"score": lambda answer, question: float(len(answer) % 2)} if kind == "generate" else {}
-    return Task("made", made, kind, answer_tokens=8, **scores, **options)
+    return Task(made, kind, answer_tokens=8, name="made", **scores, **options)
 
 
 def run(llm, task, settings, path, question_seen=False, **options):
@@ -116,7 +116,7 @@ def test_answers_and_choices_are_parts_of_the_entire_text(tmp_path):
     """With a tokenizer whose texts without context get a dummy prefix."""
     llm = tiny.make_llm(backend=tiny.make_sentencepiece_backend(), layers=1)
     question = Question("\nWhat is it", ("0",), " It is", (" a", "b c"))
-    task = Task("text", (Document("a b c", (question,), "d"),), score=lambda *_: 0.0, answer_tokens=8)
+    task = Task((Document("a b c", (question,), "d"),), score=lambda *_: 0.0, answer_tokens=8)
     prompt = llm.tokenizer.encode("a b c\nWhat is it It is")
     assert full_prompt(llm, task.documents[0], question) == prompt
     for number, seen in enumerate((False, True)):
@@ -241,7 +241,9 @@ def test_choices_are_compared_by_mean_log_probability(llm, seen, tmp_path):
 
 
 def passage_task(kind):
-    return Task("text", tuple(Document(TEXT[d:], (), f"d{d}") for d in range(3)), kind, answer_tokens=32, chat=False)
+    return Task(
+        tuple(Document(TEXT[d:], (), f"d{d}") for d in range(3)), kind, answer_tokens=32, chat=False, name="text"
+    )
 
 
 def test_likelihoods_equal_the_model_s(llm, tmp_path):
