@@ -54,7 +54,7 @@ class Options(Flags):
     measure: tuple[str, ...] = repeatable("error", choices=("error", "recall", "similarity"))  # Repeatable.
     model: str = "smollm2-135m"  # Name of `kvjax models`, GGUF file or Hugging Face directory.
     text: str = "docs"  # Text of the prompts: docs (Python's documentation), books, wikitext2 or essays.
-    data_dir: str | None = None  # Directory of published files.
+    data_dir: pathlib.Path | None = None  # Directory of published files.
     stream: tuple[str, ...] = repeatable(choices=streams.SYNTHETIC)  # Synthetic streams in place of a model.
     norm: float = 8.0  # Norm of synthetic keys and queries.
     policy: tuple[str, ...] = repeatable("uniform", "subgen", "balancekv", "chelsea", "snapkv")  # Of `error`.
@@ -65,7 +65,7 @@ class Options(Flags):
     seeds: int = 4  # Number of seeds, each with its own text.
     draws: int = 1  # Random numbers of the policies per seed; `error` is the mean over them.
     cluster_tokens: tuple[int, ...] = repeatable(80, 16)  # Tokens per cluster of `recall`; repeatable.
-    output_dir: str = "build/attention"  # Directory of the figures.
+    output_dir: pathlib.Path = pathlib.Path("build/attention")  # Directory of the figures.
 
 
 class Case(NamedTuple):
@@ -85,9 +85,8 @@ def cases(options: Options) -> Iterator[Case]:
             yield Case(name, _spec(drawn), drawn.scaled(options.norm))
         return
     llm = evaluate.load_model(options.model, None)
-    data_dir = None if options.data_dir is None else pathlib.Path(options.data_dir)
     length = options.tokens + options.queries
-    prompts = streams.text_prompts(llm.tokenizer, options.text, seeds, length, data_dir)
+    prompts = streams.text_prompts(llm.tokenizer, options.text, seeds, length, options.data_dir)
     for number, drawn in streams.recorded(llm.model, prompts, options.queries, prompt_queries=True):
         if not options.layer or number in options.layer:
             frequencies = llm.model.config.rotary(number, length).frequencies
@@ -334,7 +333,7 @@ def main(options: Options) -> None:
     for case in cases(options):
         for measure in options.measure:
             figures += [one | {"measure": measure} for one in MEASURES[measure](options, case)]
-        write_figures(pathlib.Path(options.output_dir) / "attention.json", figures)
+        write_figures(options.output_dir / "attention.json", figures)
 
 
 if __name__ == "__main__":

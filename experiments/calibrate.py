@@ -32,20 +32,19 @@ class Options(Flags):
 
     model: str = "smollm2-135m"  # Name of `kvjax models`, GGUF file or Hugging Face directory.
     text: tuple[str, ...] = repeatable("docs")  # docs, books, wikitext2 or essays; repeatable.
-    data_dir: str | None = None  # Directory of published files.
+    data_dir: pathlib.Path | None = None  # Directory of published files.
     seeds: int = 4  # Passages of each text.
     tokens: int = 2048  # Tokens of a passage.
     fraction: float = 0.04  # Share of the heads that are outliers; at least one is.
-    output_dir: str = "build"  # Directory of heads.json, skew.npz and outlier_heads.json (of two texts).
+    output_dir: pathlib.Path = pathlib.Path("build")  # Of heads.json, skew.npz and outlier_heads.json (of two texts).
 
 
 def main(options: Options) -> None:
     """Writes the outlier heads and the skew."""
     llm = evaluate.load_model(options.model, "float32")
-    data_dir = None if options.data_dir is None else pathlib.Path(options.data_dir)
     shares, moments = [], []
     for text in options.text:
-        prompts = streams.text_prompts(llm.tokenizer, text, range(options.seeds), options.tokens, data_dir)
+        prompts = streams.text_prompts(llm.tokenizer, text, range(options.seeds), options.tokens, options.data_dir)
         share, moment = zip(
             *(layer_figures(drawn) for _, drawn in streams.recorded(llm.model, prompts, 1, prompt_queries=True)),
             strict=True,
@@ -53,7 +52,7 @@ def main(options: Options) -> None:
         shares.append(np.stack(share))
         moments.append(np.stack(moment))
     ranking = np.mean(shares, axis=0)
-    directory = pathlib.Path(options.output_dir)
+    directory = options.output_dir
     directory.mkdir(parents=True, exist_ok=True)
     heads = tuple(sorted(outliers(ranking, options.fraction)))
     provenance = {"texts": options.text, "tokens": options.tokens, "model": options.model, "kvjax": kvjax.__version__}

@@ -74,7 +74,7 @@ class Options(Flags):
     batch: int = 8  # Batch rows of decoding.
     context_tokens: int = 16384  # Maximum length of prompts.
     schedule: bool = False  # Print the schedules of TPU kernels.
-    output_dir: str = "build/compile"  # Directory of the figures.
+    output_dir: pathlib.Path = pathlib.Path("build/compile")  # Directory of the figures.
 
 
 class Program(NamedTuple):
@@ -112,7 +112,7 @@ def main(options: Options) -> None:
         figures += compiled
     if dump is not None:
         shutil.rmtree(dump)
-    write_figures(pathlib.Path(options.output_dir) / "compile.json", figures)
+    write_figures(options.output_dir / "compile.json", figures)
     if problems := [f"{one['program']} for {one['target']}: {one['problem']}" for one in figures if one["problem"]]:
         raise SystemExit("\n".join(problems))
 

@@ -46,7 +46,7 @@ class Options(Flags):
     step: tuple[str, ...] = repeatable()  # Only these steps; repeatable.
     layers: int = 4  # Layers of the compiled models.
     card: str = flags.one_of("h200", tuple(MEMORY_GB))  # The card whose memory a step may use.
-    results: str | None = None  # File of JSON lines, to which a row per program is appended.
+    results: pathlib.Path | None = None  # File of JSON lines, to which a row per program is appended.
 
 
 def abstract_llm(name: str, layers: int | None = None) -> LanguageModel:
@@ -151,7 +151,7 @@ def main(options: Options) -> None:
                 rows.append(row)
                 print(*row.values(), sep=" | ", flush=True)
                 if options.results is not None:
-                    append_row(pathlib.Path(options.results), row)
+                    append_row(options.results, row)
     print_table(f"JAX {jax.__version__}", COLUMNS, [[str(row[name]) for name in COLUMNS] for row in rows])
     if problems := [f"{row['step']}: {row['program']}: {row['problem']}" for row in rows if row["problem"]]:
         raise SystemExit("\n".join(problems))

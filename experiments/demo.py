@@ -71,7 +71,7 @@ class Demo(Flags):
 
     model: str = "smollm2-135m"  # A name of `kvjax models`, a GGUF file or a Hugging Face directory.
     seed: int = 0  # Seed of the numbers in the facts.
-    output_dir: str = "build/demo"  # Directory of the picture.
+    output_dir: pathlib.Path = pathlib.Path("build/demo")  # Directory of the picture.
 
 
 @dataclasses.dataclass
@@ -108,7 +108,7 @@ def main(options: Demo) -> None:
         print(f"{method.name}: {sum(outcomes[-1].right(expected))} of {len(expected)} answers are right", flush=True)
     Console(width=WIDTH).print(answer_table(outcomes, expected))
     show(outcomes, expected)
-    path = pathlib.Path(options.output_dir) / "demo.png"
+    path = options.output_dir / "demo.png"
     draw(path, outcomes, expected)
     print(f"\nPicture: {path}")
     print(f"Total time: {time.perf_counter() - begin:.0f} s. Later runs reuse compiled programs.")

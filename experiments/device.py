@@ -40,7 +40,7 @@ class Options(Flags):
     """Options of the command."""
 
     seconds: float = 470.0  # Time of all steps.
-    output_dir: str = "build/device"  # Directory of the results.
+    output_dir: pathlib.Path = pathlib.Path("build/device")  # Directory of the results.
     step: tuple[str, ...] = repeatable()  # Only these steps; repeatable.
     quick: bool = False  # Small sizes, which need no accelerator.
 
@@ -257,7 +257,7 @@ def main(options: Options) -> None:
     if unknown := set(options.step) - {step.name for step in plan}:
         raise ValueError(f"--step={sorted(unknown)[0]} is not one of {', '.join(step.name for step in plan)}")
     chosen = [step for step in plan if not options.step or step.name in options.step]
-    run_steps(chosen, pathlib.Path(options.output_dir).resolve(), options.seconds)
+    run_steps(chosen, options.output_dir.resolve(), options.seconds)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from experiments.common import caches
 from experiments.common.evaluator import Evaluator
 from experiments.common.flags import Flags, one_of, repeatable, run_command
 from experiments.common.rows import RowFile
-from experiments.tasks.task import Request, Task
+from experiments.tasks.task import Request
 from kvjax_models import LanguageModel, load
 
 
@@ -48,12 +48,12 @@ class Options(Flags):
     tokens: int = 2048  # Maximum number of tokens of prompt and answer.
     documents: int = 10  # Documents per task and seed.
     seed: tuple[int, ...] = repeatable(0)  # Seeds of documents and policies; repeatable.
-    data_dir: str | None = None  # Directory of published files.
+    data_dir: pathlib.Path | None = None  # Directory of published files.
     truncate: bool = False  # Cut documents that are too long in the middle; otherwise they are left out.
     batch: int = 16  # Questions of a text that are answered at a time.
     group: int | None = None  # Settings that share a prefill; by default as many as hold a quarter of the memory.
     dtype: str | None = one_of(None, ("float32", "bfloat16"))  # Default: float32 on CPUs, otherwise bfloat16.
-    output: str = "build/rows.jsonl"  # File of the rows.
+    output: pathlib.Path = pathlib.Path("build/rows.jsonl")  # File of the rows.
 
 
 def main(options: Options) -> None:
@@ -61,10 +61,25 @@ def main(options: Options) -> None:
     names = tasks.expand(options.task)
     settings = caches.parse_settings(options.policy, options.budget, options.kv_dtype)
     llm = load_model(options.model, options.dtype)
-    made = [(seed, make_task(llm, options, name, seed)) for seed in options.seed for name in names]
-    with RowFile(pathlib.Path(options.output)) as rows:
+    requests = [
+        Request(llm.tokenizer, options.tokens, options.documents, seed, options.data_dir, options.truncate)
+        for seed in options.seed
+    ]
+    made = [(request.seed, tasks.make_task(name, request)) for request in requests for name in names]
+    with RowFile(options.output) as rows:
         for seed, task in made:
-            evaluate(llm, options, task, seed, settings, rows)
+            for question in ("unseen",) if task.kind in ("stream", "trace") else options.question:
+                logging.info("%s, question %s, seed %d", task.name, question, seed)
+                Evaluator(
+                    llm,
+                    pathlib.PurePath(options.model).name,
+                    task,
+                    question_seen=question == "seen",
+                    tokens=options.tokens,
+                    seed=seed,
+                    batch=options.batch,
+                    group=options.group,
+                ).run(settings, rows)
         print(f"{len(rows.rows)} rows: {options.output}")
 
 
@@ -79,50 +94,6 @@ def load_model(name: str, dtype: str | None) -> LanguageModel:
         The model.
     """
     return load(name, dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-
-
-def make_task(llm: LanguageModel, options: Options, name: str, seed: int) -> Task:
-    """Returns a task with the documents of a seed.
-
-    Args:
-        llm: the model.
-        options: the options.
-        name: name of the task.
-        seed: seed of the documents.
-
-    Returns:
-        The task.
-    """
-    data_dir = None if options.data_dir is None else pathlib.Path(options.data_dir)
-    request = Request(llm.tokenizer, options.tokens, options.documents, seed, data_dir, options.truncate)
-    return tasks.make_task(name, request)
-
-
-def evaluate(
-    llm: LanguageModel, options: Options, task: Task, seed: int, settings: list[caches.Setting], rows: RowFile
-) -> None:
-    """Measures one task.
-
-    Args:
-        llm: the model.
-        options: the options.
-        task: the task.
-        seed: seed of documents and policies.
-        settings: settings of the cache.
-        rows: file of the rows.
-    """
-    for question in ("unseen",) if task.kind in ("stream", "trace") else options.question:
-        logging.info("%s, question %s, seed %d", task.name, question, seed)
-        Evaluator(
-            llm,
-            pathlib.PurePath(options.model).name,
-            task,
-            question_seen=question == "seen",
-            tokens=options.tokens,
-            seed=seed,
-            batch=options.batch,
-            group=options.group,
-        ).run(settings, rows)
 
 
 if __name__ == "__main__":

@@ -53,17 +53,16 @@ class Options(Flags):
     tokens: int = 2048  # Maximum number of tokens of prompt and answer.
     documents: int = 10  # Documents per task.
     seed: int = 0  # Seed of the documents.
-    data_dir: str | None = None  # Directory of published files.
+    data_dir: pathlib.Path | None = None  # Directory of published files.
     dtype: str = one_of("float32", ("float32", "bfloat16"))  # Dtype of the model.
-    output: str = "build/peers.jsonl"  # File of the rows.
+    output: pathlib.Path = pathlib.Path("build/peers.jsonl")  # File of the rows.
 
 
 def main(options: Options) -> None:
     """Runs all tasks and presses."""
     llm = evaluate.load_model(options.model, "float32")
-    data_dir = None if options.data_dir is None else pathlib.Path(options.data_dir)
-    request = Request(llm.tokenizer, options.tokens, options.documents, options.seed, data_dir)
-    with tempfile.TemporaryDirectory() as directory, RowFile(pathlib.Path(options.output)) as rows:
+    request = Request(llm.tokenizer, options.tokens, options.documents, options.seed, options.data_dir)
+    with tempfile.TemporaryDirectory() as directory, RowFile(options.output) as rows:
         path = pathlib.Path(options.model)
         if not path.is_dir():  # transformers reads GGUF files slowly or not at all
             path = pathlib.Path(directory)

@@ -58,7 +58,7 @@ class Options(Flags):
     prefill_chunk: int = 256  # Tokens per chunk of exact prefill.
     mesh_data: int = 1  # Groups of chips; each group has some of the sequences.
     mesh_sequence: int | None = None  # Chips that share one KV head; by default as few as possible.
-    output_dir: str = "build/pod_plan"  # Directory of the figures.
+    output_dir: pathlib.Path = pathlib.Path("build/pod_plan")  # Directory of the figures.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,7 +129,7 @@ def main(options: Options) -> None:
         plans = [make_plan(config, topology, setting, options) for setting in settings]
         print_plans(options, topology, plans)
         figures += [one for plan in plans for one in plan_figures(options, topology, plan)]
-        write_figures(pathlib.Path(options.output_dir) / "pod_plan.json", figures)
+        write_figures(options.output_dir / "pod_plan.json", figures)
 
 
 def make_plan(config: LlamaConfig, topology: str, setting: caches.Setting, options: Options) -> Plan:

@@ -106,7 +106,7 @@ CSV_COLUMNS = (
 class Options(Flags):
     """Options of the renderer."""
 
-    output_dir: str = str(ROOT)  # Directory like the checkout, to which pages and pictures are written.
+    output_dir: pathlib.Path = ROOT  # Directory like the checkout, to which pages and pictures are written.
 
 
 class Results(NamedTuple):
@@ -119,7 +119,7 @@ class Results(NamedTuple):
 def main(options: Options) -> None:
     """Writes pages, pictures and the file of intervals."""
     results = read_results()
-    root = pathlib.Path(options.output_dir)
+    root = options.output_dir
     texts = {path: render(path.read_text(encoding="utf-8"), results) for path in PAGES}
     texts[RESULTS / "intervals.csv"] = intervals(results.rows)
     for path, text in texts.items():

@@ -20,7 +20,6 @@ torch. Weights and prompts are random unless `--model` names a model. Policies a
 
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -238,7 +237,7 @@ MEASURES = {
 
 def main(options: Options) -> None:
     """Prints the tables and writes the figures."""
-    llm, directory = make_model(options), pathlib.Path(options.output_dir)
+    llm, directory = make_model(options), options.output_dir
     print(f"kvjax {kvjax.__version__}, {jax.devices()[0].device_kind}")
     for name in options.measure:
         figures: list[Figure] = []
@@ -255,7 +254,7 @@ def main(options: Options) -> None:
                     print(f"{labels['setting']} failed: {labels['problem']}")
                 if options.results is not None:
                     row = {"measure": title.partition(":")[0], "device": jax.devices()[0].device_kind}
-                    append_row(pathlib.Path(options.results), row | labels | values)
+                    append_row(options.results, row | labels | values)
                 figures += [figure(metric, value, **labels) for metric, value in values.items()]
                 write_figures(directory / f"{name}.json", figures)
             print_figures(title, figures[first:], "setting")

@@ -32,7 +32,7 @@ class Options(Flags):
     rows: tuple[str, ...] = repeatable("build/rows.jsonl")  # Files of rows; repeatable.
     reference: str = caches.FULL  # Setting that others are compared with, such as "exact" or "snapkv @ 25%".
     floor: float = 0.6  # Smallest score of the full cache with which a task counts in the mean.
-    markdown: str | None = None  # File for the tables in Markdown.
+    markdown: pathlib.Path | None = None  # File for the tables in Markdown.
 
 
 class Line(NamedTuple):
@@ -197,7 +197,7 @@ def main(options: Options) -> None:
         print_table(title, columns, lines)
         text += f"**{title}**\n\n{markdown_table(columns, lines)}\n"
     if options.markdown:
-        pathlib.Path(options.markdown).write_text(text, encoding="utf-8")
+        options.markdown.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class Options(Flags):
     norm: float = 4.0  # Norm of keys and queries of `samples`.
     walk: tuple[str, ...] = repeatable("16,1,1", "16,1,theorem", "16,3,1", "16,6,1", "128,15,1", "128,15,theorem")
     """Dimensions, norm and constant c (a number, or "theorem") of `discrepancy`; repeatable."""
-    output_dir: str = "build/theory"  # Directory of the figures.
+    output_dir: pathlib.Path = pathlib.Path("build/theory")  # Directory of the figures.
 
 
 class Walk(NamedTuple):
@@ -211,7 +211,7 @@ def main(options: Options) -> None:
     """Prints the tables and writes the figures."""
     measures = {"discrepancy": measure_discrepancy, "samples": measure_samples}
     for name in options.measure:
-        write_figures(pathlib.Path(options.output_dir) / f"{name}.json", measures[name](options))
+        write_figures(options.output_dir / f"{name}.json", measures[name](options))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Options of `experiments.speed`, and what its measures share."""
 
 import dataclasses
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,8 +45,8 @@ class Options(Flags):
     answer_tokens: int = 256  # Tokens of a request of `throughput`.
     full_rows: tuple[int, ...] = repeatable(1, 4)  # Rows of the full cache that set the memory of `throughput`.
     seed: int = 0
-    output_dir: str = "build/speed"  # Directory of the figures.
-    results: str | None = None  # File of JSON lines, to which a row per setting is appended.
+    output_dir: pathlib.Path = pathlib.Path("build/speed")  # Directory of the figures.
+    results: pathlib.Path | None = None  # File of JSON lines, to which a row per setting is appended.
 
     def __post_init__(self) -> None:
         super().__post_init__()

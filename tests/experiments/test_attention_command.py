@@ -20,7 +20,7 @@ def test_errors_of_recorded_layers(tiny_model, tmp_path):
     policies = ("exact", "uniform", "clustergen:recent=64", "leverage_scores", "chelsea", "snapkv:window_size=16")
     options = attention.Options(
         policy=policies, budget=("60%",), tokens=512, seeds=2, queries=8, measure=("error", "similarity"),
-        output_dir=str(tmp_path),
+        output_dir=tmp_path,
     )  # fmt: skip
     attention.main(options)
     found = figures(tmp_path / "attention.json")
@@ -53,7 +53,7 @@ def test_similarity_of_keys_and_values_against_loops():
 def test_pages_and_clusters_select_what_a_loop_selects(tmp_path):
     options = attention.Options(
         stream=("tight",), measure=("recall",), tokens=512 + 16, seeds=2, queries=8, budget=("64 slots",),
-        output_dir=str(tmp_path),
+        output_dir=tmp_path,
     )  # fmt: skip
     attention.main(options)
     found = {(one["setting"], one["metric"]): one["value"] for one in figures(tmp_path / "attention.json")}
@@ -77,7 +77,7 @@ def test_pages_and_clusters_select_what_a_loop_selects(tmp_path):
 
 def test_the_walk_is_balanced_and_errors_decrease_with_samples(tmp_path):
     theory.main(theory.Options(
-        seeds=4, queries=16, keys=1024, walk=("16,1,1",), stream=("tight",), head_dim=32, output_dir=str(tmp_path)
+        seeds=4, queries=16, keys=1024, walk=("16,1,1",), stream=("tight",), head_dim=32, output_dir=tmp_path
     ))  # fmt: skip
     discrepancy = figures(tmp_path / "discrepancy.json")
     by_signs = {
@@ -99,7 +99,7 @@ def test_calibrations_are_read_by_the_policies(tiny_model, tmp_path):
     (tmp_path / "wikitext2").mkdir()
     (tmp_path / "wikitext2" / "test.txt").write_text("\n".join(f"Sentence {number}." for number in range(2000)))
     calibrate.main(calibrate.Options(
-        text=("docs", "wikitext2"), data_dir=str(tmp_path), seeds=2, tokens=400, fraction=0.25, output_dir=str(tmp_path)
+        text=("docs", "wikitext2"), data_dir=tmp_path, seeds=2, tokens=400, fraction=0.25, output_dir=tmp_path
     ))  # fmt: skip
     overlap, correlation = figures(tmp_path / "outlier_heads.json")
     assert overlap["case"] == "1 of 4 heads" and overlap["value"] in (0, 1) and -1 <= correlation["value"] <= 1

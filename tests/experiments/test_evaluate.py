@@ -332,7 +332,7 @@ def test_the_command_runs_several_tasks(monkeypatch, tmp_path):
     monkeypatch.setattr(evaluate, "load_model", lambda name, dtype: tiny.make_llm())
     options = evaluate.Options(
         model="tiny", task=["niah_single_1", "niah_single_2:docs"], policy=["exact"], tokens=1100, documents=1,
-        question=["seen", "unseen"], seed=[3, 4], output=str(tmp_path / "rows.jsonl"),
+        question=["seen", "unseen"], seed=[3, 4], output=tmp_path / "rows.jsonl",
     )  # fmt: skip
     evaluate.main(options)
     rows = [json.loads(line) for line in pathlib.Path(options.output).read_text().splitlines()]

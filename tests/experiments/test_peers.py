@@ -44,7 +44,7 @@ def test_presses_have_rows_like_policies(stub, tmp_path):
         "press": ("KVzip", "SnapKV", "Knorm"),
         "budget": ("70%", "70% of the prompt", "5%"),
     }
-    options |= {"kvpress_python": str(stub), "output": str(tmp_path / "peers.jsonl")}
+    options |= {"kvpress_python": str(stub), "output": tmp_path / "peers.jsonl"}
     peers.main(peers.Options(**options))
     rows = read_rows([tmp_path / "peers.jsonl"])
     assert len(rows) == 3 * 3 * 2 * 2

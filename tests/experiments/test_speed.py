@@ -23,9 +23,7 @@ def test_latency_is_relative_to_the_full_cache(tmp_path, monkeypatch):
     policies = ("snapkv:window_size=16,compact_every=8", "clusterkv:compact_every=8", "kvzip:compact_every=8")
     options = {"shape": "tiny", "policy": policies, "budget": ("70%",), "context_tokens": (300,), "tokens": 2}
     results = tmp_path / "results.jsonl"
-    speed.main(
-        speed.Options(**options, repetitions=6, prefill_chunk=64, output_dir=str(tmp_path), results=str(results))
-    )
+    speed.main(speed.Options(**options, repetitions=6, prefill_chunk=64, output_dir=tmp_path, results=results))
     found = {(one["setting"], one["metric"]): one for one in figures(tmp_path / "latency.json")}
     assert {metric for _, metric in found} >= {"memory_bandwidth_gb_s", "matmul_gflops", "ms_per_token_of_weights"}
     for policy in policies:
@@ -76,8 +74,8 @@ def test_copies_of_one_sequence_decode_together_and_a_failure_ends_no_other_sett
             repetitions=6,
             batch=2,
             equal_memory=True,
-            output_dir=str(tmp_path),
-            results=str(results),
+            output_dir=tmp_path,
+            results=results,
         )
     )
     _, exact, streaming, tova = device.read_rows(results)
@@ -90,7 +88,7 @@ def test_bytes_need_no_weights(tmp_path, monkeypatch):
     monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
     policies = ("snapkv:window_size=16,compact_every=8@100 slots", "clusterkv:compact_every=8@70%")
     options = {"shape": "tiny", "policy": policies, "context_tokens": (300,), "tokens": 8}
-    speed.main(speed.Options(measure=("bytes",), **options, output_dir=str(tmp_path)))
+    speed.main(speed.Options(measure=("bytes",), **options, output_dir=tmp_path))
     found = {(one["setting"], one["metric"]): one["value"] for one in figures(tmp_path / "bytes.json")}
     assert 0.3 < found["snapkv:window_size=16,compact_every=8 @ 100", "read_fraction"] < 0.4
     assert found["clusterkv:compact_every=8 @ 70%", "read_fraction"] <= 0.7 < 1 < found["exact", "held_fraction"]
@@ -107,7 +105,7 @@ def test_prefill_includes_all_passes_of_a_policy(tmp_path, monkeypatch):
     monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
     policies = ("kvgrad", "kvzip:plus=True", "kvzap")
     options = {"shape": "tiny", "policy": policies, "budget": ("70%",), "context_tokens": (200,)}
-    speed.main(speed.Options(measure=("prefill",), **options, repetitions=6, output_dir=str(tmp_path)))
+    speed.main(speed.Options(measure=("prefill",), **options, repetitions=6, output_dir=tmp_path))
     found = {(one["setting"], one["metric"]): one for one in figures(tmp_path / "prefill.json")}
     assert found["exact", "prefill_seconds_ratio"]["value"] == 1
     for setting in (f"{policy} @ 70%" for policy in policies):
@@ -119,7 +117,7 @@ def test_answers_and_questions_are_relative_to_the_full_cache(tmp_path, monkeypa
     monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
     options = {"shape": "tiny", "policy": ("streaming_llm",), "budget": ("50%",), "context_tokens": (200,), "tokens": 3}
     measure = ("answer", "questions")
-    speed.main(speed.Options(measure=measure, **options, questions=2, repetitions=6, output_dir=str(tmp_path)))
+    speed.main(speed.Options(measure=measure, **options, questions=2, repetitions=6, output_dir=tmp_path))
     for name in measure:
         found = {(one["setting"], one["metric"]): one for one in figures(tmp_path / f"{name}.json")}
         assert found["exact", "seconds_ratio"]["value"] == 1
@@ -133,14 +131,14 @@ def test_answers_and_questions_are_relative_to_the_full_cache(tmp_path, monkeypa
 def test_first_answers_need_a_model_that_processes_can_load(tmp_path, monkeypatch):
     monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
     with pytest.raises(ValueError, match="pass --model"):
-        speed.main(speed.Options(measure=("first_answer",), shape="tiny", output_dir=str(tmp_path)))
+        speed.main(speed.Options(measure=("first_answer",), shape="tiny", output_dir=tmp_path))
 
 
 @pytest.mark.heavy
 def test_first_answers_are_of_new_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(answers, "STORED_RUNS", 1)
     options = {"model": str(tiny.directory()), "policy": (), "context_tokens": (100,), "tokens": 2}
-    speed.main(speed.Options(measure=("first_answer",), **options, output_dir=str(tmp_path)))
+    speed.main(speed.Options(measure=("first_answer",), **options, output_dir=tmp_path))
     found = {one["metric"]: one["value"] for one in figures(tmp_path / "first_answer.json")}
     assert 0 < found["warm_seconds"] < found["cold_seconds"] and found["stored_seconds"] > 0
 
@@ -149,7 +147,7 @@ def test_every_policy_uses_the_memory_of_the_full_cache(tmp_path, monkeypatch, c
     monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
     policies = ("streaming_llm@25%", "quest@64slots", "kvzip@2slots")
     options = {"shape": "tiny", "policy": policies, "context_tokens": (192,), "answer_tokens": 64, "full_rows": (2,)}
-    speed.main(speed.Options(measure=("throughput",), **options, repetitions=6, output_dir=str(tmp_path)))
+    speed.main(speed.Options(measure=("throughput",), **options, repetitions=6, output_dir=tmp_path))
     assert "kvzip @ 2 is left out: " in capsys.readouterr().out
     found = {(one["setting"], one["metric"]): one for one in figures(tmp_path / "throughput.json")}
     rows = {setting: one["value"] for (setting, metric), one in found.items() if metric == "rows"}

@@ -71,6 +71,6 @@ def test_the_command_writes_markdown(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     rows = [*rows_of("exact", "a", [1.0, 1.0]), *rows_of("exact", "p", [2.0, 3.0], metric="nll")]
     path.write_text("".join(json.dumps(vars(one)) + "\n" for one in rows) + '{"cut')
-    summarize.main(summarize.Options(rows=(str(path),), markdown=str(tmp_path / "t.md")))
+    summarize.main(summarize.Options(rows=(str(path),), markdown=tmp_path / "t.md"))
     text = (tmp_path / "t.md").read_text()
     assert "| exact |" in text and "nats per token" in text and "exact" in capsys.readouterr().out
