@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from experiments import evaluate, presses, tasks
+from experiments import evaluate, tasks
+from experiments.common import presses
 from experiments.common.flags import Flags, one_of, repeatable, run_command
 from experiments.common.rows import Row, RowFile
 from experiments.common.units import Unit, make_units

@@ -25,7 +25,7 @@ from experiments.common.console import markdown_table
 from experiments.common.flags import Flags, run_command
 from experiments.common.output import figure_table
 from experiments.common.pictures import FULL_CACHE, PRESS, Cell
-from experiments.common.rows import Row, read_rows
+from experiments.common.rows import Row, group_by, read_rows
 from experiments.common.statistics import Estimate
 from experiments.tasks import RULER
 
@@ -202,13 +202,14 @@ def make_cells(rows: Iterable[Row]) -> list[Cell]:
     left out, except for kvpress, whose presses need `MIN_PRESS_DOCUMENTS`. Of several settings for one cell, the one
     with most documents counts, or the one with 4 bits for models in `FEW_HEADS`.
     """
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        if row.is_of_text or row.question == "seen" or row.policy.startswith(PRESS):
-            task = "RULER" if row.task.partition(":")[0] in RULER else row.task
-            groups.setdefault((row.model, task, row.tokens, row.question, row.metric, row.dtype), []).append(row)
+
+    def labels(row: Row) -> tuple[str, str, int, str, str, str]:
+        task = "RULER" if row.task.partition(":")[0] in RULER else row.task
+        return row.model, task, row.tokens, row.question, row.metric, row.dtype
+
+    comparable = [row for row in rows if row.is_of_text or row.question == "seen" or row.policy.startswith(PRESS)]
     best: dict[tuple[Any, ...], tuple[tuple[bool, bool, int], Cell]] = {}
-    for (model, task, tokens, question, metric, _), of_group in groups.items():
+    for (model, task, tokens, question, metric, _), of_group in group_by(labels, comparable).items():
         by_setting = {row.setting: row for row in of_group}
         full_bytes = _mean_bytes(of_group)
         for line in _lines(of_group):
@@ -248,13 +249,9 @@ def matrices(cells: Iterable[Cell]) -> dict[tuple[str, str], list[Cell]]:
     """
     cells = [cell for cell in cells if not cell.policy.startswith(PRESS)]
     compressed = {cell.column for cell in cells if cell.policy != FULL_CACHE}
-    found: dict[tuple[str, str], list[Cell]] = {}
-    for model, _ in Counter(cell.model for cell in cells).most_common():
-        for question in ("unseen", "seen"):
-            for cell in cells:
-                if (cell.model, cell.question) == (model, question) and cell.column in compressed:
-                    found.setdefault((model, question), []).append(cell)
-    return found
+    count = Counter(cell.model for cell in cells)
+    found = group_by(lambda cell: (cell.model, cell.question), [cell for cell in cells if cell.column in compressed])
+    return dict(sorted(found.items(), key=lambda item: (-count[item[0][0]], item[0][1] == "seen")))
 
 
 # Blocks of README.
@@ -408,13 +405,10 @@ def few_bits_cases(rows: Iterable[Row]) -> dict[tuple[str, str, int, str], list[
 
     They are by model, task, tokens and dtype.
     """
-    found: dict[tuple[str, str, int, str], list[Row]] = {}
-    for row in rows:
-        if row.is_of_text and row.question == "unseen":
-            found.setdefault((row.model, row.task, row.tokens, row.dtype), []).append(row)
+    unseen = [row for row in rows if row.is_of_text and row.question == "unseen"]
     return {
         case: of_case
-        for case, of_case in sorted(found.items())
+        for case, of_case in sorted(group_by(lambda row: (row.model, row.task, row.tokens, row.dtype), unseen).items())
         if any(row.policy == caches.FULL and row.kv_dtype in FEW_BITS for row in of_case)
     }
 
@@ -591,17 +585,17 @@ PARAGRAPHS = (headline, few_bits_summary)  # blocks that need no empty lines aro
 
 def intervals(rows: Sequence[Row]) -> str:
     """Returns all settings and tasks with intervals, as CSV."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        key = (row.model, row.task, row.tokens, row.question, row.dtype, row.metric, row.is_of_text)
-        groups.setdefault(key, []).append(row)
+
+    def labels_of(row: Row) -> tuple[str, str, int, str, str, str, bool]:
+        return row.model, row.task, row.tokens, row.question, row.dtype, row.metric, row.is_of_text
+
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
-    for (*labels, _), of_group in sorted(groups.items()):
+    for (*labels, _), of_group in sorted(group_by(labels_of, rows).items()):
         for table in summarize.summarize(of_group, floor=0.0):
             for line in table.lines:
-                score = line.scores.get(labels[1])
+                score = line.scores.get(of_group[0].task)
                 values = (line.held, line.tail, line.read, *(score or (None,) * 3), *(line.difference or (None,) * 3))
                 numbers = ("" if value is None or value != value else f"{value:.4f}" for value in values)
                 writer.writerow((*labels, line.setting, *numbers, line.documents, line.errors))

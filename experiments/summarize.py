@@ -19,7 +19,7 @@ from jaxtyping import Float
 from experiments.common import caches
 from experiments.common.console import markdown_table, print_table
 from experiments.common.flags import Flags, repeatable, run_command
-from experiments.common.rows import Row, read_rows
+from experiments.common.rows import Row, group_by, read_rows
 from experiments.common.statistics import Estimate, bootstrap
 
 ABOVE_CHANCE = 0.2
@@ -73,11 +73,9 @@ class Table(NamedTuple):
 
 def by_document(rows: Iterable[Row]) -> dict[tuple[str, int, str], float]:
     """Returns the mean score of every document, by task, seed and document."""
-    scores: dict[tuple[str, int, str], list[float]] = {}
-    for row in rows:
-        if row.score is not None:
-            scores.setdefault((row.task, row.seed, row.document), []).append(row.score)
-    return {key: float(np.mean(values)) for key, values in scores.items()}
+    scored = [row for row in rows if row.score is not None]
+    documents = group_by(lambda row: (row.task, row.seed, row.document), scored)
+    return {key: float(np.mean([row.score for row in of_document])) for key, of_document in documents.items()}
 
 
 def paired_differences(rows: Sequence[Row], reference: Sequence[Row], tasks: Sequence[str]) -> Estimate | None:
@@ -94,11 +92,8 @@ def paired_differences(rows: Sequence[Row], reference: Sequence[Row], tasks: Seq
 
 def _groups(rows: Iterable[Row], tasks: Sequence[str]) -> dict[str, Float[np.ndarray, "n"]]:
     """Returns the documents' mean scores of each task."""
-    values: dict[str, list[float]] = {}
-    for (task, _, _), value in by_document(rows).items():
-        if task in tasks:
-            values.setdefault(task, []).append(value)
-    return {task: np.asarray(found) for task, found in values.items()}
+    of_tasks = group_by(lambda item: item[0][0], by_document(rows).items())
+    return {task: np.asarray([value for _, value in of_tasks[task]]) for task in of_tasks if task in tasks}
 
 
 def title_of(row: Row) -> str:
@@ -118,17 +113,13 @@ def summarize(rows: Sequence[Row], reference: str = caches.FULL, floor: float = 
     Returns:
         The tables.
     """
-    parts: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        parts.setdefault((title_of(row), row.metric), []).append(row)
-    return [_table(title, metric, part, reference, floor) for (title, metric), part in sorted(parts.items())]
+    parts = sorted(group_by(lambda row: (title_of(row), row.metric), rows).items())
+    return [_table(title, metric, part, reference, floor) for (title, metric), part in parts]
 
 
 def _table(title: str, metric: str, rows: Sequence[Row], reference: str, floor: float) -> Table:
     """Returns the table of rows with one title and metric."""
-    by_setting: dict[str, list[Row]] = {}
-    for row in rows:
-        by_setting.setdefault(row.setting, []).append(row)
+    by_setting = group_by(lambda row: row.setting, rows)
     tasks = list(dict.fromkeys(row.task for row in rows))
     full = {task: float(np.mean(values)) for task, values in _groups(by_setting.get(caches.FULL, []), tasks).items()}
     chance = {row.task: row.chance for row in rows}
@@ -145,11 +136,9 @@ def _table(title: str, metric: str, rows: Sequence[Row], reference: str, floor: 
         lines.append(
             Line(
                 setting,
-                float(np.mean([row.cache_fraction for row in scored])) if scored else float("nan"),
-                None
-                if not scored or scored[0].tail_fraction is None
-                else float(np.mean([row.tail_fraction or 0.0 for row in scored])),
-                float(np.mean([row.read_fraction for row in scored])) if scored else float("nan"),
+                _mean([row.cache_fraction for row in scored]),
+                _mean([row.tail_fraction or 0.0 for row in scored]) if scored and scored[0].is_of_text else None,
+                _mean([row.read_fraction for row in scored]),
                 {task: bootstrap([values]) for task, values in groups.items()},
                 bootstrap([groups[task] for task in counted]) if is_complete else None,
                 None
@@ -162,6 +151,11 @@ def _table(title: str, metric: str, rows: Sequence[Row], reference: str, floor: 
     sign = 1 if metric == "nll" else -1
     lines.sort(key=lambda line: sign * line.mean.value if line.mean else float("inf"))
     return Table(title, metric, tasks, left_out, lines)
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Returns the mean of values; NaN without values."""
+    return float(np.mean(values)) if values else float("nan")
 
 
 def cells(table: Table, reference: str) -> tuple[list[str], list[list[str]]]:

@@ -4,14 +4,17 @@ import dataclasses
 import gzip
 import json
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import filelock
 from absl import logging
 
 import kvjax
 from kvjax_models import atomic_io
+
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,17 +88,21 @@ class Row:
     @property
     def key(self) -> tuple[Any, ...]:
         """The values that identify the measurement; a later row with the same key replaces an earlier one."""
-        return (*self.run_key, self.document, self.item)
-
-    @property
-    def run_key(self) -> tuple[Any, ...]:
-        """The values of `key` that all questions of a run share."""
-        return self.model, self.task, self.setting, self.question, self.tokens, self.seed, self.dtype
+        labels = self.model, self.task, self.setting, self.question, self.tokens, self.seed, self.dtype
+        return (*labels, self.document, self.item)
 
     @property
     def is_of_text(self) -> bool:
         """Whether budget and shares are of the text alone, without question and answer."""
         return self.tail_fraction is not None
+
+
+def group_by(key: Callable[[T], K], rows: Iterable[T]) -> dict[K, list[T]]:
+    """Returns the rows of every value of a key, in the order of their first rows."""
+    groups: dict[K, list[T]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 def read_rows(paths: Iterable[pathlib.Path]) -> list[Row]:

@@ -1,6 +1,6 @@
 """kvpress's presses, in a process whose Python environment has torch and kvpress.
 
-    python -m experiments.presses MODEL_DIRECTORY DTYPE     # requests and replies are lines of JSON
+    python -m experiments.common.presses MODEL_DIRECTORY DTYPE     # requests and replies are lines of JSON
 
 Only that process imports them. A request gives a text, the number of its tokens that a KV head keeps on average, and
 questions. Tokens of a question and its answer are kept in addition, as in kvpress's pipeline, which compresses the text
@@ -64,30 +64,22 @@ PRESSES = {
     "Merging(LeverageScore)": Press(lambda k, drop: k.MergingPress(k.LeverageScorePress(drop))),
 }
 
-_TRAINED = "needs weights or statistics trained for the model"
-_DECODING = "compresses while decoding, not the prompt"
-# The other presses of kvpress, and the reason why they are not compared.
+# The other presses of kvpress, by the reason why they are not compared.
 LEFT_OUT = {
-    "BasePress": "abstract",
-    "ScorerPress": "abstract",
-    "ComposedPress": "chains presses, but not to a given size",
-    "PerLayerCompressionPress": "another press with given shares per layer",
-    "FinchPress": "needs a delimiter before the question",
-    "SimLayerKVPress": "has a threshold and no ratio",
-    "ThinKPress": "zeroes channels of keys and drops no token",
-    "DuoAttentionPress": _TRAINED,
-    "ExpectedAttentionStatsPress": _TRAINED,
-    "FastKVzipPress": _TRAINED,
-    "KVzapPress": _TRAINED,
-    "LUKVPress": _TRAINED,
-    "QFilterPress": _TRAINED,
-    "RestoreKVPress": _TRAINED,
-    "CAMPress": _DECODING,
-    "CompressionRatioDecodingPress": _DECODING,
-    "DMSPress": _DECODING,
-    "DecodingPress": _DECODING,
-    "PrefillDecodingPress": _DECODING,
-}
+    "abstract": ("BasePress", "ScorerPress"),
+    "chains presses, but not to a given size": ("ComposedPress",),
+    "another press with given shares per layer": ("PerLayerCompressionPress",),
+    "needs a delimiter before the question": ("FinchPress",),
+    "has a threshold and no ratio": ("SimLayerKVPress",),
+    "zeroes channels of keys and drops no token": ("ThinKPress",),
+    "needs weights or statistics trained for the model": (
+        "DuoAttentionPress", "ExpectedAttentionStatsPress", "FastKVzipPress", "KVzapPress", "LUKVPress", "QFilterPress",
+        "RestoreKVPress",
+    ),
+    "compresses while decoding, not the prompt": (
+        "CAMPress", "CompressionRatioDecodingPress", "DMSPress", "DecodingPress", "PrefillDecodingPress",
+    ),
+}  # fmt: skip
 
 
 class PressFailed(Exception):
@@ -105,7 +97,7 @@ class Presses:
             directory: Hugging Face directory of the model.
             dtype: "float32" or "bfloat16".
         """
-        self._words = [python, "-m", "experiments.presses", str(directory.resolve()), dtype]
+        self._words = [python, "-m", "experiments.common.presses", str(directory.resolve()), dtype]
         self._process: subprocess.Popen | None = None
 
     def answer(
