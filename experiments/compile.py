@@ -22,13 +22,12 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.experimental import topologies
 
 from experiments.common import caches, schedules
@@ -37,7 +36,7 @@ from experiments.common.compilers import prepare_compiler
 from experiments.common.console import print_table
 from experiments.common.flags import Flags, repeatable, run_command
 from experiments.common.output import Figure, figure, write_figures
-from experiments.common.shapes import find_shape, first_layers, zero_scorer
+from experiments.common.shapes import find_shape, first_layers, random_model, zero_scorer
 from kvjax.budget import format_bytes
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
@@ -156,24 +155,37 @@ def single_device(device: str) -> jax.sharding.NamedSharding:
 
 def kernel_programs(options: Options, sharding: jax.sharding.Sharding, device: str) -> Iterator[Program]:
     """Yields every op that has a kernel for the device, at the production shapes that the kernel supports."""
+    for name, function, args in kernels(options.op, "PRODUCTION", sharding, device):
+        try:
+            lowered = function.lower(*args)
+        except NotImplementedError as reason:
+            print(f"{name} uses XLA on {device}: {reason}")
+            continue
+        # Compression may change the layout of its inputs; a decode step may not.
+        largest = max(x.size * x.dtype.itemsize for x in jax.tree.leaves(args))
+        yield Program(name, lowered, kernels=1, cache=largest if name.startswith(DECODING_OPS) else None)
+
+
+def kernels(
+    ops: Sequence[str], shapes: str, sharding: jax.sharding.Sharding, device: str
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the kernels of ops for a device: name, jitted function and abstract arguments.
+
+    Args:
+        ops: names of the ops; those without a kernel for the device are left out.
+        shapes: name of the shapes in the benchmarks of the ops: "PRODUCTION" or "MEASURED".
+        sharding: sharding on the device.
+        device: the device.
+    """
 
     def array(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     implementation = "mosaic_gpu" if device in GPUS else "mosaic_tpu"
-    for op in options.op:
-        if importlib.util.find_spec(f"pallas_kernels.{op}.{implementation}") is None:
-            continue
-        for shape in importlib.import_module(f"pallas_kernels.{op}.benchmark").PRODUCTION:
-            args = shape.arguments(array)
-            try:
-                lowered = jax.jit(shape.function(implementation=implementation)).lower(*args)
-            except NotImplementedError as reason:
-                print(f"{op} {shape} uses XLA on {device}: {reason}")
-                continue
-            # Compression may change the layout of its inputs; a decode step may not.
-            largest = max(x.size * x.dtype.itemsize for x in jax.tree.leaves(args))
-            yield Program(f"{op} {shape}", lowered, kernels=1, cache=largest if op in DECODING_OPS else None)
+    for op in ops:
+        if importlib.util.find_spec(f"pallas_kernels.{op}.{implementation}") is not None:
+            for shape in getattr(importlib.import_module(f"pallas_kernels.{op}.benchmark"), shapes):
+                yield f"{op} {shape}", jax.jit(shape.function(implementation=implementation)), shape.arguments(array)
 
 
 def decoding_programs(options: Options, sharding: jax.sharding.Sharding) -> Iterator[Program]:
@@ -231,7 +243,7 @@ def abstract_models(options: Options) -> Iterator[Llama]:
         configs = [dataclasses.replace(config, vocab_size=VOCABULARY, windows=())]
     for config in configs:
         config = dataclasses.replace(config, max_length=2 * options.context_tokens)
-        yield nnx.eval_shape(lambda config=config: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+        yield random_model(config, jnp.bfloat16, is_abstract=True).model
 
 
 def place(tree: Any, sharding: jax.sharding.Sharding) -> Any:

@@ -10,7 +10,6 @@ kernels of every program, and fails if a program does not compile or a step need
 
 import dataclasses
 import functools
-import importlib
 import pathlib
 import time
 from collections.abc import Callable, Iterator
@@ -27,11 +26,12 @@ from experiments.common.console import print_table
 from experiments.common.flags import Flags, repeatable, run_command
 from experiments.common.output import append_row
 from experiments.common.shapes import find_shape, first_layers, random_model
-from experiments.compile import place, single_device
+from experiments.compile import kernels, place, single_device
 from kvjax_models import LanguageModel
 from kvjax_models.runner.generator import common_scorer
 from kvjax_models.runner.prefill import prefill_layer
 from kvjax_models.runner.repetition import make_repetitions, repeat_layer
+from pallas_kernels import benchmark_all
 from pallas_kernels.benchmarking import array_bytes, describe
 
 Lower = Callable[[], jax.stages.Lowered]
@@ -87,19 +87,6 @@ def speed_programs(options: speed.Options, layers: int, sharding: jax.sharding.S
             yield from ((f"{setting}, {context} tokens: {name}", lower) for name, lower in programs.items())
 
 
-def kernel_programs(sharding: jax.sharding.Sharding) -> Iterator[tuple[str, Lower]]:
-    """Yields the kernels of the step that measures them."""
-    benchmark_all = importlib.import_module("pallas_kernels.benchmark_all")
-
-    def array(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    for op in benchmark_all.OPS:
-        for shape in importlib.import_module(f"pallas_kernels.{op}.benchmark").MEASURED:
-            function = jax.jit(shape.function(implementation="mosaic_gpu"))
-            yield f"{op} {shape}", functools.partial(function.lower, *shape.arguments(array))
-
-
 def step_gigabytes(options: speed.Options) -> float:
     """Returns the bytes of the weights and of all caches that a speed step holds at the same time."""
     llm, most = abstract_llm(options.shape), 0.0
@@ -117,7 +104,8 @@ def compile_step(step: device.Step, options: Options, sharding: jax.sharding.Sha
         given = flags.parse(speed.Options, step.flags)
         programs, held = speed_programs(given, options.layers, sharding), step_gigabytes(given)
     elif step.module.startswith("pallas_kernels"):
-        programs = kernel_programs(sharding)
+        measured = kernels(benchmark_all.OPS, "MEASURED", sharding, "h200")
+        programs = ((name, functools.partial(function.lower, *args)) for name, function, args in measured)
     else:
         return
     for name, lower in programs:

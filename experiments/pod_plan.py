@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.experimental import topologies
 
 import kvjax
@@ -29,7 +28,7 @@ from experiments.common.compilers import prepare_compiler
 from experiments.common.console import print_table
 from experiments.common.flags import Flags, one_of, repeatable, run_command
 from experiments.common.output import Figure, figure, write_figures
-from experiments.common.shapes import find_shape, first_layers, zero_scorer
+from experiments.common.shapes import find_shape, first_layers, random_model, zero_scorer
 from kvjax.budget import format_bytes
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
@@ -200,7 +199,7 @@ def make_plan(config: LlamaConfig, topology: str, setting: caches.Setting, optio
 
 def abstract_model(config: LlamaConfig, mesh: jax.sharding.Mesh) -> Llama:
     """Returns a bfloat16 model without values, on a mesh."""
-    model = nnx.eval_shape(lambda: Llama(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    model = random_model(config, jnp.bfloat16, is_abstract=True).model
 
     def place(x: Any, sharding: jax.sharding.Sharding) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
