@@ -66,8 +66,8 @@ SHOWN = "auto 12.5%"  # the method whose kept tokens are drawn
 
 
 @dataclasses.dataclass(frozen=True)
-class Demo(Flags):
-    """One text, twelve questions, several compressed caches."""
+class Options(Flags):
+    """Options of the demo."""
 
     model: str = "smollm2-135m"  # A name of `kvjax models`, a GGUF file or a Hugging Face directory.
     seed: int = 0  # Seed of the numbers in the facts.
@@ -92,7 +92,7 @@ class Outcome:
         return [value in re.findall(r"[\w-]+", answer) for answer, value in zip(self.answers, expected, strict=True)]
 
 
-def main(options: Demo) -> None:
+def main(options: Options) -> None:
     """Answers the questions with every method, prints the tables and draws the picture."""
     begin = time.perf_counter()
     try:
@@ -227,4 +227,4 @@ def draw(path: pathlib.Path, outcomes: list[Outcome], expected: list[str]) -> No
 
 
 if __name__ == "__main__":
-    run_command(main, Demo)
+    run_command(main, Options)

@@ -29,7 +29,7 @@ def test_the_demo_fits_80_columns(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "CAPACITY", 192)  # of a tokenizer with a token per character
     monkeypatch.setattr(demo, "make_text", lambda answers: "The record. " * 60)
     monkeypatch.setattr(demo, "load", lambda name: tiny.make_llm(tiny.TEMPLATE))
-    demo.main(demo.Demo(model="tiny", output_dir=tmp_path))
+    demo.main(demo.Options(model="tiny", output_dir=tmp_path))
     shown = capsys.readouterr().out.replace(str(tmp_path), "build")
     assert "full cache: 0 of 12 answers are right" in shown
     assert "auto 25%" in shown and re.search(r" x \w", shown) and "0/12" in shown and "ms/token" in shown
