@@ -17,46 +17,50 @@ from tests.experiments.support import command, figures
 from tests.models import tiny
 
 
-def test_latency_is_relative_to_the_full_cache(tmp_path, monkeypatch):
+@pytest.fixture
+def measure(tmp_path, monkeypatch):
+    """Returns a function that measures a tiny model and returns the figures by setting and metric."""
     monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
-    limit_briefly(monkeypatch)
+    monkeypatch.setattr(benchmarking, "memory_bandwidth", lambda: 1e10)
+    monkeypatch.setattr(benchmarking, "product_rate", lambda dtype: 1e10)
+    defaults = {"shape": "tiny", "repetitions": 6, "output_dir": tmp_path, "results": tmp_path / "results.jsonl"}
+
+    def run(name, **options):
+        speed.main(speed.Options(measure=(name,), **defaults | options))
+        return {(one["setting"], one["metric"]): one for one in figures(tmp_path / f"{name}.json")}
+
+    return run
+
+
+def test_latency_is_relative_to_the_full_cache(measure, tmp_path):
     policies = ("snapkv:window_size=16,compact_every=8", "clusterkv:compact_every=8", "kvzip:compact_every=8")
-    options = {"shape": "tiny", "policy": policies, "budget": ("70%",), "context_tokens": (300,), "tokens": 2}
-    results = tmp_path / "results.jsonl"
-    speed.main(speed.Options(**options, repetitions=6, prefill_chunk=64, output_dir=tmp_path, results=results))
-    found = {(one["setting"], one["metric"]): one for one in figures(tmp_path / "latency.json")}
+    found = measure("latency", policy=policies, budget=("70%",), context_tokens=(300,), tokens=2, prefill_chunk=64)
     assert {metric for _, metric in found} >= {"memory_bandwidth_gb_s", "matmul_gflops", "ms_per_token_of_weights"}
-    for policy in policies:
-        setting = f"{policy} @ 70%"
+    snapkv, clusterkv, kvzip = settings = [f"{policy} @ 70%" for policy in policies]
+    for setting in settings:
         for metric in ("ms_per_token", "ms_per_token_ratio", "compress_share_of_prefill", "time_to_first_token_ratio"):
             one = found[setting, metric]
             assert 0 < one["low"] <= one["value"] <= one["high"]
         assert found[setting, "compress_seconds"]["value"] > 0
     # Retrieval keeps everything and reads a part; the other policies hold their budget.
-    assert found[f"{policies[1]} @ 70%", "ms_per_token"]["cache_fraction"] > 1
-    assert found[f"{policies[0]} @ 70%", "ms_per_token"]["cache_fraction"] <= 0.7
+    assert (
+        found[snapkv, "ms_per_token"]["cache_fraction"] <= 0.7 < 1 < found[clusterkv, "ms_per_token"]["cache_fraction"]
+    )
     assert ("exact", "selection_share_of_step") not in found
-    assert found[f"{policies[1]} @ 70%", "selection_share_of_step"]["value"] > 0
+    assert found[clusterkv, "selection_share_of_step"]["value"] > 0
     assert found["exact", "ms_per_token_ratio"]["value"] == found["exact", "decode_memory_ratio"]["value"] == 1
-    assert found["exact", "end_to_end_ratio"]["value"] == 1 and found[setting, "end_to_end_ratio"]["value"] > 0
-    with pytest.raises(ValueError, match="repetitions=5 must be at least 6"):
-        speed.Options(repetitions=5)
-    limits, *rows = device.read_rows(results)
-    assert limits["memory_bandwidth_gb_s"] == 10 and [row["setting"] for row in rows] == [
-        "exact",
-        *(f"{policy} @ 70%" for policy in policies),
-    ]
+    assert found["exact", "end_to_end_ratio"]["value"] == 1 and found[kvzip, "end_to_end_ratio"]["value"] > 0
+    limits, *rows = device.read_rows(tmp_path / "results.jsonl")
+    assert limits["memory_bandwidth_gb_s"] == 10 and [row["setting"] for row in rows] == ["exact", *settings]
     assert all(row["rows"] == 1 and row["launches_per_layer"] > 0 for row in rows)
 
 
-def limit_briefly(monkeypatch):
-    monkeypatch.setattr(benchmarking, "memory_bandwidth", lambda: 1e10)
-    monkeypatch.setattr(benchmarking, "product_rate", lambda dtype: 1e10)
+def test_too_few_repetitions_have_no_interval():
+    with pytest.raises(ValueError, match="repetitions=5 must be at least 6"):
+        speed.Options(repetitions=5)
 
 
-def test_copies_of_one_sequence_decode_together_and_a_failure_ends_no_other_setting(tmp_path, monkeypatch):
-    monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
-    limit_briefly(monkeypatch)
+def test_copies_of_one_sequence_decode_together_and_a_failure_ends_no_other_setting(measure, tmp_path, monkeypatch):
     compress = speed.timing.TimedPrefill._compress
 
     def fails(self, setting, *args):
@@ -65,33 +69,20 @@ def test_copies_of_one_sequence_decode_together_and_a_failure_ends_no_other_sett
         return compress(self, setting, *args)
 
     monkeypatch.setattr(speed.timing.TimedPrefill, "_compress", fails)
-    results = tmp_path / "results.jsonl"
-    options = {"shape": "tiny", "policy": ("tova", "streaming_llm"), "budget": ("40%",), "context_tokens": (200,)}
-    speed.main(
-        speed.Options(
-            **options,
-            tokens=8,
-            repetitions=6,
-            batch=2,
-            equal_memory=True,
-            output_dir=tmp_path,
-            results=results,
-        )
-    )
-    _, exact, streaming, tova = device.read_rows(results)
+    options = {"policy": ("tova", "streaming_llm"), "budget": ("40%",), "context_tokens": (200,), "tokens": 8}
+    measure("latency", **options, batch=2, equal_memory=True)
+    _, exact, streaming, tova = device.read_rows(tmp_path / "results.jsonl")
     assert tova["problem"] == "RuntimeError: RESOURCE_EXHAUSTED: out of memory" and tova["setting"] == "tova @ 40%"
     assert exact["rows"] == 2 and streaming["rows"] >= 4
     assert streaming["tokens_per_second"][0] > 0 and "ms_per_token_ratio" in streaming
 
 
-def test_bytes_need_no_weights(tmp_path, monkeypatch):
-    monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
+def test_bytes_need_no_weights(measure):
     policies = ("snapkv:window_size=16,compact_every=8@100 slots", "clusterkv:compact_every=8@70%")
-    options = {"shape": "tiny", "policy": policies, "context_tokens": (300,), "tokens": 8}
-    speed.main(speed.Options(measure=("bytes",), **options, output_dir=tmp_path))
-    found = {(one["setting"], one["metric"]): one["value"] for one in figures(tmp_path / "bytes.json")}
-    assert 0.3 < found["snapkv:window_size=16,compact_every=8 @ 100", "read_fraction"] < 0.4
-    assert found["clusterkv:compact_every=8 @ 70%", "read_fraction"] <= 0.7 < 1 < found["exact", "held_fraction"]
+    found = measure("bytes", policy=policies, context_tokens=(300,), tokens=8)
+    assert 0.3 < found["snapkv:window_size=16,compact_every=8 @ 100", "read_fraction"]["value"] < 0.4
+    read, full = found["clusterkv:compact_every=8 @ 70%", "read_fraction"], found["exact", "held_fraction"]
+    assert read["value"] <= 0.7 < 1 < full["value"]
 
 
 def test_no_token_ends_a_timed_text(monkeypatch):
@@ -101,55 +92,43 @@ def test_no_token_ends_a_timed_text(monkeypatch):
     assert speed.make_model(speed.Options(model="tiny")).tokenizer.eos_ids == ()
 
 
-def test_prefill_includes_all_passes_of_a_policy(tmp_path, monkeypatch):
-    monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
-    policies = ("kvgrad", "kvzip:plus=True", "kvzap")
-    options = {"shape": "tiny", "policy": policies, "budget": ("70%",), "context_tokens": (200,)}
-    speed.main(speed.Options(measure=("prefill",), **options, repetitions=6, output_dir=tmp_path))
-    found = {(one["setting"], one["metric"]): one for one in figures(tmp_path / "prefill.json")}
-    assert found["exact", "prefill_seconds_ratio"]["value"] == 1
+@pytest.mark.parametrize(
+    "name, policies, metric",
+    [
+        ("prefill", ("kvgrad", "kvzip:plus=True", "kvzap"), "prefill_seconds"),  # with all passes of a policy
+        ("answer", ("streaming_llm",), "seconds"),
+        ("questions", ("streaming_llm",), "seconds"),
+    ],
+)
+def test_seconds_are_relative_to_the_full_cache(measure, name, policies, metric):
+    found = measure(name, policy=policies, budget=("70%",), context_tokens=(200,), tokens=3, questions=2)
+    assert found["exact", f"{metric}_ratio"]["value"] == 1
     for setting in (f"{policy} @ 70%" for policy in policies):
-        assert found[setting, "prefill_seconds_ratio"]["low"] > 0
-        assert found[setting, "prefill_seconds"]["value"] > 0
+        ratio = found[setting, f"{metric}_ratio"]
+        assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"] and found[setting, metric]["value"] > 0
+    if name == "questions":
+        full, held = (found[one, "document_bytes"]["value"] for one in ("exact", setting))
+        assert 0 < held < full
+        assert found["exact", "rows_in_2_gib"]["value"] == (2**31 - full) // found["exact", "row_bytes"]["value"]
 
 
-def test_answers_and_questions_are_relative_to_the_full_cache(tmp_path, monkeypatch):
-    monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
-    options = {"shape": "tiny", "policy": ("streaming_llm",), "budget": ("50%",), "context_tokens": (200,), "tokens": 3}
-    measure = ("answer", "questions")
-    speed.main(speed.Options(measure=measure, **options, questions=2, repetitions=6, output_dir=tmp_path))
-    for name in measure:
-        found = {(one["setting"], one["metric"]): one for one in figures(tmp_path / f"{name}.json")}
-        assert found["exact", "seconds_ratio"]["value"] == 1
-        ratio = found["streaming_llm @ 50%", "seconds_ratio"]
-        assert 0 < ratio["low"] <= ratio["value"] <= ratio["high"]
-    held = [found[setting, "document_bytes"]["value"] for setting in ("exact", "streaming_llm @ 50%")]
-    assert 0 < held[1] < held[0]
-    assert found["exact", "rows_in_2_gib"]["value"] == (2**31 - held[0]) // found["exact", "row_bytes"]["value"]
-
-
-def test_first_answers_need_a_model_that_processes_can_load(tmp_path, monkeypatch):
-    monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
+def test_first_answers_need_a_model_that_processes_can_load(measure):
     with pytest.raises(ValueError, match="pass --model"):
-        speed.main(speed.Options(measure=("first_answer",), shape="tiny", output_dir=tmp_path))
+        measure("first_answer")
 
 
 @pytest.mark.heavy
-def test_first_answers_are_of_new_processes(tmp_path, monkeypatch):
+def test_first_answers_are_of_new_processes(measure, monkeypatch):
     monkeypatch.setattr(answers, "STORED_RUNS", 1)
-    options = {"model": str(tiny.directory()), "policy": (), "context_tokens": (100,), "tokens": 2}
-    speed.main(speed.Options(measure=("first_answer",), **options, output_dir=tmp_path))
-    found = {one["metric"]: one["value"] for one in figures(tmp_path / "first_answer.json")}
+    measured = measure("first_answer", model=str(tiny.directory()), policy=(), context_tokens=(100,), tokens=2)
+    found = {metric: one["value"] for (_, metric), one in measured.items()}
     assert 0 < found["warm_seconds"] < found["cold_seconds"] and found["stored_seconds"] > 0
 
 
-def test_every_policy_uses_the_memory_of_the_full_cache(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(shapes.SHAPES, "tiny", tiny.make_config())
+def test_every_policy_uses_the_memory_of_the_full_cache(measure, capsys):
     policies = ("streaming_llm@25%", "quest@64slots", "kvzip@2slots")
-    options = {"shape": "tiny", "policy": policies, "context_tokens": (192,), "answer_tokens": 64, "full_rows": (2,)}
-    speed.main(speed.Options(measure=("throughput",), **options, repetitions=6, output_dir=tmp_path))
+    found = measure("throughput", policy=policies, context_tokens=(192,), answer_tokens=64, full_rows=(2,))
     assert "kvzip @ 2 is left out: " in capsys.readouterr().out
-    found = {(one["setting"], one["metric"]): one for one in figures(tmp_path / "throughput.json")}
     rows = {setting: one["value"] for (setting, metric), one in found.items() if metric == "rows"}
     # Retrieval keeps all tokens and the bounds of pages.
     assert rows["exact"] == 2 and rows["streaming_llm @ 25%"] >= 5 and rows["quest @ 64"] == 1
