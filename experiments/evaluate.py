@@ -7,7 +7,7 @@
 
 With `--question unseen`, a text is compressed once (`CachedModel.read`), before its questions are known, and each
 question continues it. With `--question seen`, the compressed prompt includes the question (`CachedModel.generate`), and
-the rest of a passage (perplexity_books:1024) is compressed as it is read. Settings share the prefill of a text.
+the rest of a passage (perplexity_books:1024) is compressed while it is processed. Settings share the prefill of a text.
 
 Tasks: RULER's 13 ("ruler" for all), lines, longeval_lines:200, longeval_topics:5, needle, facts, squad, hotpotqa,
 musique, nq, quality, tpo, coursera, scientific_qa, multidoc_qa, gov_report, shortdep_qa, longdep_qa, shortdep_cloze,

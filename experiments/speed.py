@@ -12,10 +12,11 @@ blocks, resident and read bytes; with `--transformers` also the time per token o
 times entire prefills, with all passes that a policy needs. `throughput` serves requests by continuous batching with as
 many rows as fit in the memory of `--full_rows` rows of the full cache. `first_answer` times the first answer of new
 processes, without and with stored programs, `answer` prefill and the decode steps of an answer of `--tokens` tokens,
-`questions` the answers to `--questions` questions about a document that was read before; with `--transformers` also
-those of transformers' DynamicCache. `bytes` computes the bytes that a cache holds and that a step reads, without
-weights. `transformers` decodes with each of transformers' caches; on a GPU, `JAX_PLATFORMS=cpu` leaves its memory to
-torch. Weights and prompts are random unless `--model` names a model. Policies alternate, so ratios compare neighbors.
+`questions` the answers to `--questions` questions about a document that was read before; with `--transformers` also the
+answers of transformers with its DynamicCache. `bytes` computes the bytes that a cache holds and that a step reads,
+without weights. `transformers` decodes with each of transformers' caches; on a GPU, `JAX_PLATFORMS=cpu` leaves its
+memory to torch. Weights and prompts are random unless `--model` names a model. Policies alternate, so ratios compare
+neighbors.
 """
 
 import dataclasses
@@ -93,7 +94,7 @@ def measure_latency(options: Options, llm: LanguageModel, context: int) -> Itera
         context: tokens of the prompt.
 
     Yields:
-        Labels and values of each setting as soon as they are complete; of a setting that failed, the problem.
+        Labels and values of each setting when they are complete; of a setting that failed, the problem.
 
     Raises:
         ValueError: if transformers would share a device with JAX.
