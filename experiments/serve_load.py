@@ -38,6 +38,7 @@ from typing import Any
 from experiments.common.flags import Flags, repeatable, run_command
 from kvjax_models import language_model
 from kvjax_models.cache import CachedModel
+from kvjax_models.cli.serve import default_dtype
 from kvjax_models.runner.sampling import Sampling
 
 _WORDS = ("the", "ship", "left", "harbor", "before", "dawn", "while", "rain", "fell", "on", "quiet", "streets")
@@ -308,7 +309,7 @@ def _resident_mebibytes(process: int) -> int:
 
 def _cache(options: Options, policy: str) -> CachedModel:
     """Returns the model with its cache as the server has it."""
-    llm = language_model.load(options.model, dtype=options.dtype)
+    llm = language_model.load(options.model, dtype=options.dtype or default_dtype())
     return llm.cache(policy, None if policy == "exact" else "25%")
 
 

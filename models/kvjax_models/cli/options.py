@@ -30,7 +30,7 @@ class ModelOptions:
     """The model and the devices it runs on."""
 
     model: str = ""  # A Hugging Face directory, a GGUF file, or a name of `kvjax models` or on the Hugging Face hub.
-    # By default float32 on CPUs, else the checkpoint's.
+    # By default float32 on CPUs (`serve`: bfloat16, if they multiply it), else the checkpoint's.
     dtype: str | None = simple_parsing.field(default=None, choices=["float32", "bfloat16", "float16"])
     # Stores weights with one scale per output channel.
     weight_dtype: WeightDtype | None = simple_parsing.field(default=None, choices=["int8"], type=str)
