@@ -13,8 +13,9 @@
 - `bodies`: the longest time that /health takes while bodies of 4 and 5 MB arrive.
 
 Each line has the seconds until the server was ready, the requests per second, the time to the first token, and the
-resident memory of the server after each fifth of the requests. A row that stays occupied is an error. `--other` sends
-the same requests to another server with the same interface:
+resident memory of the server after each fifth of the requests. kvjax answers prompts and questions twice, because the
+first time compiles programs: `first_requests_per_second` is of that time. A row that stays occupied is an error.
+`--other` sends the same requests to another server with the same interface:
 
     --other "transformers serve --force-model DIR --port {port}"
 """
@@ -103,6 +104,9 @@ def measure(options: Options, command: str, policy: str | None) -> None:
                 lines[workload] = {"health_seconds": _health_beside_bodies(port)}
             elif workload != "questions" or policy is not None:
                 requests, values = _prepare(options, workload, port)
+                if workload in ("prompts", "questions", "texts") and policy is not None:
+                    compiling = _send_all(options, workload, requests, port, process)[1]
+                    values["first_requests_per_second"] = compiling["requests_per_second"]
                 answers[workload], measured = _send_all(options, workload, requests, port, process)
                 lines[workload] = {**values, **measured}
         if policy is not None:
