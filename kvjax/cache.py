@@ -526,6 +526,68 @@ def is_resizable(policy: Policy, spec: CacheSpec) -> bool:
 
 
 @with_default_flags
+def prefix_probabilities(
+    cache: Cache,
+    counters: Counters,
+    query: Float[Array, "B T H_q D"],
+    prefix: FrozenCache,
+    *,
+    sink_logits: Float[Array, "H_q"] | None = None,
+) -> Float[Array, "B H_kv T N"]:
+    """Returns the attention probabilities of a prefix's tokens, for the queries of the last `step`.
+
+    Args:
+        cache: the cache after the step, before a compaction.
+        counters: its counters.
+        query: queries of the step.
+        prefix: the prefixes of the step, on a single device.
+        sink_logits: as for `step`.
+
+    Returns:
+        Probabilities by position, float32, summed over the query heads of a group; 0 for KV heads that do not keep
+        every token, and for queries without a token.
+
+    Raises:
+        ValueError: if the prefix is on a mesh, or none of its heads keeps every token.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, kvjax
+        >>> sizes = {"batch": 1, "query_heads": 2, "kv_heads": 2, "head_dim": 8, "max_prompt_tokens": 64}
+        >>> keys = jax.random.split(jax.random.key(0), 1)
+        >>> text = kvjax.init(kvjax.Exact(), kvjax.CacheSpec(**sizes, max_new_tokens=0), keys)
+        >>> ones = jnp.ones((1, 64, 2, 8))
+        >>> prefix = kvjax.freeze(*kvjax.prefill(*text, ones, ones, jnp.array([3]))[:2])
+        >>> cache, counters = kvjax.init(kvjax.Exact(), kvjax.CacheSpec(**sizes, max_new_tokens=8), keys)
+        >>> new = ones[:, :1]
+        >>> _, cache, counters = kvjax.step(cache, counters, new, new, new, prefix=prefix)
+        >>> kvjax.prefix_probabilities(cache, counters, new, prefix)[0, 0, 0, :4]
+        Array([0.25, 0.25, 0.25, 0.  ], dtype=float32)
+    """
+    check_prefix(prefix, cache.spec)
+    segments = prefix.policy.full_segments(quantization.readable(prefix.state))
+    if prefix.mesh is not None or not segments:
+        raise ValueError("prefix must be on a single device, with KV heads that keep every token")
+    (batch, tokens), kv_heads = query.shape[:2], cache.spec.kv_heads
+    prefixes = batch_size(prefix)
+
+    def by_prefix(x: Array) -> Array:
+        """Returns the queries of all rows of a prefix along one axis."""
+        return x.reshape(prefixes, -1, *x.shape[2:])
+
+    suffix, _ = _attend(cache, counters, query, sink_logits, causal=True)
+    appended = by_prefix(stagings.appended_mask(counters, tokens))
+    queries, others = by_prefix(_scale_queries(cache.spec, query)), (jax.tree.map(by_prefix, suffix),)
+    options: dict[str, Any] = {"kv_heads": kv_heads, "logit_cap": cache.spec.logit_cap, "others": others}
+    _, stats = attend_with_stats(queries, segments, appended, probabilities=True, **options)
+    probabilities = jnp.zeros((prefixes, kv_heads, *stats[0].shape[2:]))
+    for segment, one in zip(segments, stats, strict=True):
+        heads = slice(None) if segment.kv_heads is None else segment.kv_heads
+        probabilities = probabilities.at[:, heads].set(one)
+    by_row = probabilities.reshape(prefixes, kv_heads, batch // prefixes, tokens, -1).swapaxes(1, 2)
+    return by_row.reshape(batch, kv_heads, tokens, -1)
+
+
+@with_default_flags
 def read_bytes(cache: Cache | FrozenCache) -> int:
     """Returns the bytes of the cache that one decode step reads, computed from shapes and dtypes.
 

@@ -9,6 +9,7 @@ from kvjax.cache import compact as compact
 from kvjax.cache import freeze as freeze
 from kvjax.cache import init as init
 from kvjax.cache import prefill as prefill
+from kvjax.cache import prefix_probabilities as prefix_probabilities
 from kvjax.cache import read_bytes as read_bytes
 from kvjax.cache import resize as resize
 from kvjax.cache import step as step

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int, Key, Shaped
 
 from kvjax.attention import AttentionStats
 from kvjax.messages import shorten
-from kvjax.segment import SegmentLike
+from kvjax.segment import Segment, SegmentLike
 from kvjax.spec import MAX_TOKENS, CacheSpec, is_number
 from kvjax.staging import Tokens
 from kvjax.state import state, static
@@ -279,6 +279,17 @@ class Policy(abc.ABC, Generic[S]):
         Returns:
             Segments, and reads of block stores.
         """
+
+    def full_segments(self, state: S) -> tuple[Segment, ...]:
+        """Returns the segments of the KV heads that keep every token: slot s holds the token at position s.
+
+        Args:
+            state: the state; keys and values of a quantized cache are `QuantizedArray`s.
+
+        Returns:
+            Segments; by default none.
+        """
+        return ()
 
     def observe(self, state: S, stats: AttentionStats) -> S:
         """Updates the state from the attention of newly appended tokens.

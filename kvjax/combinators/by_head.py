@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, Key
 from kvjax.attention import AttentionStats
 from kvjax.combinators.combined import CombinedPolicies
 from kvjax.policy import Policy, Prompt, Requirements
-from kvjax.segment import SegmentLike
+from kvjax.segment import Segment, SegmentLike
 from kvjax.spec import CacheSpec
 from kvjax.staging import Tokens
 from kvjax.state import state
@@ -136,6 +136,14 @@ class ByHead(CombinedPolicies[ByHeadState]):
             dataclasses.replace(one, kv_heads=heads if one.kv_heads is None else heads[one.kv_heads])
             for policy, group_state, heads in self._each(state)
             for one in policy.segments(group_state, num_visible_staged)
+        )
+
+    def full_segments(self, state: ByHeadState) -> tuple[Segment, ...]:
+        """Returns the segments of the policies that keep every token, each with the indices of its KV heads."""
+        return tuple(
+            dataclasses.replace(one, kv_heads=heads if one.kv_heads is None else heads[one.kv_heads])
+            for policy, group_state, heads in self._each(state)
+            for one in policy.full_segments(group_state)
         )
 
     def observe(self, state: ByHeadState, stats: AttentionStats) -> ByHeadState:

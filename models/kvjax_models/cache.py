@@ -326,6 +326,7 @@ class CachedModel(CachePlans):
         messages: tuple[Message, ...] | None,
         template_options: TemplateOptions,
         seed: int,
+        plain_text: str | None = None,
     ) -> Document:
         """Returns a document of a shared prefix; see `Document` for the arguments."""
         return Document(
@@ -336,6 +337,7 @@ class CachedModel(CachePlans):
             messages=messages,
             template_options=template_options,
             seed=seed,
+            plain_text=plain_text,
         )
 
     def _shared_prefix(self, generator: Generator, tokens: Sequence[int], state: GenerationState) -> Prefix:
@@ -362,7 +364,8 @@ class CachedModel(CachePlans):
         if messages is not None:
             context = render_context(self.llm.tokenizer, messages, template_options)
             messages = tuple(messages)
-        return self.document(prefix, context, messages, template_options, notes["seed"])
+        # Saves of earlier versions have no text.
+        return self.document(prefix, context, messages, template_options, notes["seed"], notes.get("text"))
 
     def _describe(self, resolved: Policy) -> dict[str, Any]:
         """Returns the options as JSON.
@@ -462,8 +465,10 @@ def read_steps(
                 yield None
             else:
                 states = result
+    plain_text = text if messages is None and isinstance(text, str) else None
+    conversation = context, messages, template_options, seed, plain_text
     yield [
-        cache.document(cache._shared_prefix(generator, tokens, state), context, messages, template_options, seed)
+        cache.document(cache._shared_prefix(generator, tokens, state), *conversation)
         for cache, generator, state in zip(caches, generators, states, strict=True)
     ]
 

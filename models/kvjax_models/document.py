@@ -9,15 +9,27 @@ have a separate cache for their tokens, the suffix.
 """
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Unpack, cast, overload
 
+import jax
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from kvjax.messages import shorten
 from kvjax.spec import check_integer
+from kvjax_models import profile as profiles
+from kvjax_models.citations import (
+    SEPARATOR,
+    Citation,
+    attention_to_text,
+    find_citations,
+    retrieving_heads,
+    token_pieces,
+    token_spans,
+)
 from kvjax_models.engine import Completion, Engine, Usage
 from kvjax_models.engine.answers import AnswerOptions, Answers, answer, check_n, stream
 from kvjax_models.fingerprint import describe_model, tokenizer_fingerprint
@@ -41,7 +53,13 @@ from kvjax_models.runner.sampling import Sampling, SamplingOptions
 from kvjax_models.saves import Save
 
 
-class AskOptions(AnswerOptions, total=False):
+class DocumentOptions(AnswerOptions, total=False):
+    """The options of `Document.generate` that do not change the type of the result."""
+
+    cite: bool
+
+
+class AskOptions(DocumentOptions, total=False):
     """The options of `Document.ask` that do not change the type of the result."""
 
     separator: str
@@ -63,6 +81,7 @@ class Document:
         messages: the messages of that conversation; None for a plain text.
         template_options: variables of the chat template.
         seed: seed of the policy's random numbers.
+        plain_text: a text that was read without a chat template; None for messages and token ids.
     """
 
     tokenizer: Tokenizer
@@ -72,6 +91,7 @@ class Document:
     messages: tuple[Message, ...] | None
     template_options: TemplateOptions
     seed: int
+    plain_text: str | None = None
 
     @overload
     def ask(self, question: Prompt, **options: Unpack[AskOptions]) -> str: ...  # type: ignore[overload-overlap]
@@ -106,6 +126,7 @@ class Document:
         n: int = 1,
         separator: str = "\n\n",
         answer_start: str = "",
+        cite: bool = False,
         return_details: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> Answers:
@@ -120,6 +141,7 @@ class Document:
             n: number of answers per question.
             separator: text between the document and a question that continues its last message.
             answer_start: text with which every answer starts; not part of the result.
+            cite: whether every `Completion` has citations; see `Document.cite`. Needs `return_details`.
             return_details: whether to return `Completion`s and a `Usage` in place of texts.
             **sampling: parameters of `Sampling`, such as `temperature`.
 
@@ -128,8 +150,8 @@ class Document:
             question; with `return_details` a pair of `Completion`s and a `Usage`.
 
         Raises:
-            ValueError: if the document is a plain text, the template cannot be split after the text, or a question
-                and its answer exceed the capacity.
+            ValueError: if the document is a plain text, the template cannot be split after the text, a question and
+                its answer exceed the capacity, or citations are not possible.
             TypeError: if a question is neither a text nor a list of messages.
         """
         is_single = is_prompt(question)
@@ -142,25 +164,26 @@ class Document:
             max_new_tokens=max_new_tokens,
             stop=stop,
             seed=seed,
+            cite=cite,
             return_details=return_details,
             sampling=sampling,
         )
 
     @overload
-    def generate(self, text: str, **options: Unpack[AnswerOptions]) -> str: ...  # type: ignore[overload-overlap]
+    def generate(self, text: str, **options: Unpack[DocumentOptions]) -> str: ...  # type: ignore[overload-overlap]
     @overload
-    def generate(self, text: Sequence[str], **options: Unpack[AnswerOptions]) -> list[str]: ...
+    def generate(self, text: Sequence[str], **options: Unpack[DocumentOptions]) -> list[str]: ...
     @overload
     def generate(  # type: ignore[overload-overlap]
-        self, text: str, *, return_details: Literal[True], **options: Unpack[AnswerOptions]
+        self, text: str, *, return_details: Literal[True], **options: Unpack[DocumentOptions]
     ) -> tuple[Completion, Usage]: ...
     @overload
     def generate(
-        self, text: Sequence[str], *, return_details: Literal[True], **options: Unpack[AnswerOptions]
+        self, text: Sequence[str], *, return_details: Literal[True], **options: Unpack[DocumentOptions]
     ) -> tuple[list[Completion], Usage]: ...
     @overload
     def generate(
-        self, text: str | Sequence[str], *, n: int, return_details: bool = False, **options: Unpack[AnswerOptions]
+        self, text: str | Sequence[str], *, n: int, return_details: bool = False, **options: Unpack[DocumentOptions]
     ) -> Answers: ...
 
     @suggest_keywords(SamplingOptions)
@@ -172,6 +195,7 @@ class Document:
         stop: str | Sequence[str] = (),
         seed: int = 0,
         n: int = 1,
+        cite: bool = False,
         return_details: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> Answers:
@@ -183,6 +207,7 @@ class Document:
             stop: as for `ask`.
             seed: as for `ask`.
             n: as for `ask`.
+            cite: as for `ask`.
             return_details: as for `ask`.
             **sampling: as for `ask`.
 
@@ -190,7 +215,7 @@ class Document:
             The new text, or a list with one per alternative, as for `ask`.
 
         Raises:
-            ValueError: if text and new tokens exceed the capacity.
+            ValueError: if text and new tokens exceed the capacity, or citations are not possible.
             TypeError: if the text is not a string.
         """
         texts = [text] if isinstance(text, str) else text
@@ -203,6 +228,7 @@ class Document:
             max_new_tokens=max_new_tokens,
             stop=stop,
             seed=seed,
+            cite=cite,
             return_details=return_details,
             sampling=sampling,
         )
@@ -300,14 +326,87 @@ class Document:
         return check_integer("max_new_tokens", limit, minimum=1)
 
     def _answer(
-        self, prompts: Sequence[Sequence[int]], *, n: int, max_new_tokens: int | None, **options: Any
+        self, prompts: Sequence[Sequence[int]], *, n: int, max_new_tokens: int | None, cite: bool, **options: Any
     ) -> Answers:
         """Returns `n` answers per prompt."""
         if not prompts:
             raise ValueError("the list of questions is empty; pass at least one")
+        if cite:
+            if not options["return_details"]:
+                raise ValueError("citations are part of the details; pass return_details=True")
+            self._cited_heads  # noqa: B018  # checks before the answers that there are any
         limit = self._limit(prompts, max_new_tokens)
         engine = self.engine(rows=len(prompts) * check_n(n))
-        return answer(engine, prompts, self.prefix, n=n, max_new_tokens=limit, **options)
+        answers = answer(engine, prompts, self.prefix, n=n, max_new_tokens=limit, **options)
+        if not cite:
+            return answers
+
+        def with_citations(one: Completion) -> Completion:
+            return dataclasses.replace(one, citations=self.cite(prompts[one.number // n], one.tokens))
+
+        completions, usage = cast(tuple[Any, Usage], answers)
+        return jax.tree.map(with_citations, completions), usage
+
+    def cite(self, question: Sequence[int], answer: Sequence[int]) -> tuple[Citation, ...]:
+        """Returns the parts of the text that the model attended to while it answered a question.
+
+        The model processes question and answer once more. Retrieving heads of its profile must keep every token of the
+        text, as in `auto` and in a full cache. Their attention is summed over sentences, or parts of at most 200
+        characters; see `kvjax_models.citations`.
+
+        Args:
+            question: token ids between the text and the answer; see `encode`.
+            answer: token ids of the answer, such as `Completion.tokens`.
+
+        Returns:
+            Up to three parts, the one with most attention first.
+
+        Raises:
+            ValueError: if question and answer exceed the capacity, the document is on a mesh, or no retrieving head
+                keeps every token.
+        """
+        heads, tokens = self._cited_heads, [*question, *answer[:-1]]  # the last token was predicted from the others
+        self._check_suffix(len(tokens))
+        if not tokens:
+            return ()
+        first_query = max(len(question) - 1, 0)
+        attention = attention_to_text(self.prefix, self.suffix_sizes(len(tokens)), tokens, first_query, heads)
+        return find_citations(self.text, self._token_spans, attention)
+
+    @functools.cached_property
+    def _cited_heads(self) -> list[tuple[int, int]]:
+        """(layer, KV head) of the retrieving heads that keep every token; raises a ValueError without any."""
+        return retrieving_heads(self.prefix, profiles.find_or_measure(self.prefix.generator.model, self.tokenizer))
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The text that was read, to which citations refer, without the chat template.
+
+        The contents of a conversation's messages, as far as they are strings, are joined by empty lines; token ids are
+        decoded.
+        """
+        if self.messages is not None:
+            return SEPARATOR.join(_contents(self.messages))
+        return "".join(self._pieces) if self.plain_text is None else self.plain_text
+
+    @functools.cached_property
+    def _pieces(self) -> list[str]:
+        """The text of every token; see `token_pieces`."""
+        return token_pieces(self.tokenizer, self.tokens)
+
+    @functools.cached_property
+    def _token_spans(self) -> Int[np.ndarray, "T 2"]:
+        """Start and end of the characters of every token in `text`; both are 0 for tokens of the chat template."""
+        if self.messages is None and self.plain_text is None:
+            ends = np.cumsum([len(piece) for piece in self._pieces])
+            return np.stack([[0, *ends[:-1]], ends], axis=1)
+        contents = [self.text] if self.messages is None else _contents(self.messages)
+        for parse_special in (False, True):  # the tokenizer may not be the one that read the text; see `with_tokenizer`
+            one = self.with_tokenizer(dataclasses.replace(self.tokenizer, parse_special=parse_special))
+            rendered = one.tokenizer.escape(self.text) if one.context is None else one.context
+            if (spans := token_spans(one.tokenizer, self.tokens, rendered, contents)) is not None:
+                return spans
+        raise ValueError("the tokenizer encodes the text of the document differently than when it was read")
 
     def engine(self, *, rows: int, **options: Any) -> Engine:
         """Returns an engine whose requests continue documents.
@@ -342,12 +441,16 @@ class Document:
         Raises:
             ValueError: if a continuation is empty or exceeds the document's capacity.
         """
-        if (longest := max(map(len, continuations))) > self.max_new_tokens:
+        self._check_suffix(max(map(len, continuations)))
+        return self.prefix.score(self.suffix_sizes().with_batch(len(continuations)), continuations)
+
+    def _check_suffix(self, tokens: int) -> None:
+        """Checks that a number of tokens fits after the text."""
+        if tokens > self.max_new_tokens:
             raise ValueError(
-                f"a continuation of {longest} tokens exceeds the capacity max_new_tokens={self.max_new_tokens} that "
+                f"a continuation of {tokens} tokens exceeds the capacity max_new_tokens={self.max_new_tokens} that "
                 "the document was read with"
             )
-        return self.prefix.score(self.suffix_sizes().with_batch(len(continuations)), continuations)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -387,6 +490,7 @@ class Document:
         notes = {
             "cache": dict(self.options),
             "messages": self.messages,
+            "text": self.plain_text,
             "template_options": self.template_options,
             "max_new_tokens": self.max_new_tokens,
             "seed": self.seed,
@@ -424,6 +528,11 @@ class Document:
             f"Document({self.num_tokens} tokens, {self.cache_bytes:,} bytes, {self.describe_share()}, "
             f"max_new_tokens={self.max_new_tokens}, cache({options}))"
         )
+
+
+def _contents(messages: Sequence[Message]) -> list[str]:
+    """Returns the contents of messages that are texts."""
+    return [message["content"] for message in messages if isinstance(message["content"], str)]
 
 
 def manifest(model: Llama, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The names of the package `kvjax_models`, which it imports when one is used."""
 
 from kvjax_models.cache import CachedModel as CachedModel
+from kvjax_models.citations import Citation as Citation
 from kvjax_models.document import Document as Document
 from kvjax_models.engine import Completion as Completion
 from kvjax_models.engine import Engine as Engine

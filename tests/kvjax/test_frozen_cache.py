@@ -1,6 +1,7 @@
 """Frozen texts, which several rows continue with caches of their own."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +91,55 @@ def test_a_tail_may_be_compressed(tail):
     text = texts_of(kvjax.Exact(), make_stream(batch=len(LENGTHS)))
     outputs, _ = continue_texts(text, range(2 * ROWS), tail=POLICIES[tail])
     assert np.isfinite(outputs).all()
+
+
+SNAPKV = kvjax.SnapKV(16, window_size=6, compact_every=8)
+PROBABILITIES = {
+    "full": (kvjax.Exact(), {}),
+    "one head": (kvjax.ByHead((SNAPKV, kvjax.Exact())), {}),
+    "int8": (kvjax.ByHead((kvjax.Exact(), SNAPKV)), {"kv_dtype": "int8"}),
+    "cap": (kvjax.Exact(), {"logit_cap": 2.0, "scale": 0.2}),
+}
+
+
+@pytest.mark.parametrize("name", PROBABILITIES)
+def test_probabilities_of_a_prefix_are_those_of_attention_to_all_tokens(name):
+    policy, changes = PROBABILITIES[name]
+    stream, rows = make_stream(batch=len(LENGTHS)), range(2 * ROWS)
+    text, sinks = texts_of(policy, stream, **changes), jnp.asarray([0.5, -jnp.inf, 2.0, 0.0])
+    spec = make_spec(batch=len(rows), prompt=1, new=16, **changes)
+    cache, counters = kvjax.init(kvjax.Exact(compact_every=8), spec, row_keys(len(rows)))
+    suffixes, options = make_stream(5, batch=len(rows), tokens=13), {"prefix": text, "sink_logits": sinks}
+    for start, width in ((0, 8), (8, 5)):
+        queries, *new = (part[:, start : start + width] for part in (suffixes.queries, *suffixes[:2]))
+        lengths = jnp.asarray([width, width - 2] * ROWS)
+        cache, counters = kvjax.compact(cache, counters)
+        _, cache, counters = kvjax.step(cache, counters, queries, *new, lengths, **options)
+        actual = np.asarray(kvjax.prefix_probabilities(cache, counters, queries, text, sink_logits=sinks))
+        for row, token in itertools.product(rows, range(width)):
+            length, expected = LENGTHS[row // ROWS], np.zeros((2, actual.shape[3]))
+            own = [*range(start + token + 1)] if start == 0 or row % 2 == 0 else [*range(6), *range(8, 9 + token)]
+            for head in range(4 * (token < lengths[row])):
+                by_head = policy.policies[head // 2] if isinstance(policy, kvjax.ByHead) else policy
+                if isinstance(by_head, kvjax.Exact):
+                    keys = [stream.keys[row // ROWS, :length, head // 2], suffixes.keys[row, own, head // 2]]
+                    keys, limits = np.concatenate(keys), {"scale": spec.scale, "logit_cap": spec.logit_cap}
+                    weights = softmax_attention(
+                        queries[row, token, head], keys, np.eye(len(keys)), sink_logit=float(sinks[head]), **limits
+                    )
+                    expected[head // 2, :length] += weights[:length]
+            tolerance = 2e-2 if "kv_dtype" in changes else 1e-5
+            np.testing.assert_allclose(actual[row, :, token], expected, atol=tolerance)
+
+
+def test_probabilities_need_a_head_with_every_token():
+    stream = make_stream(batch=len(LENGTHS))
+    text, spec = texts_of(SNAPKV, stream), make_spec(batch=2, new=8)
+    cache, counters = kvjax.init(kvjax.Exact(compact_every=8), spec, row_keys(2))
+    new = [part[:, :1] for part in (stream.queries, stream.keys, stream.values)]
+    _, cache, counters = kvjax.step(cache, counters, *new, prefix=text)
+    with pytest.raises(ValueError, match="with KV heads that keep every token"):
+        kvjax.prefix_probabilities(cache, counters, new[0], text)
 
 
 def test_a_text_has_no_staging_buffer_and_is_read_once():

@@ -7,7 +7,7 @@ from jaxtyping import Array, Int, Key
 from kvjax.methods.exact import append_only_store
 from kvjax.methods.exact.append_only_store import AppendOnlyStore, init_append_only_store
 from kvjax.policy import Policy, Prompt, check_min
-from kvjax.segment import SegmentLike
+from kvjax.segment import Segment, SegmentLike
 from kvjax.spec import CacheSpec
 from kvjax.staging import Tokens
 
@@ -35,6 +35,10 @@ class Exact(Policy[AppendOnlyStore]):
         return append_only_store.fill(state, prompt)
 
     def segments(self, state: AppendOnlyStore, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
+        """Returns the store."""
+        return (append_only_store.store_segment(state),)
+
+    def full_segments(self, state: AppendOnlyStore) -> tuple[Segment, ...]:
         """Returns the store."""
         return (append_only_store.store_segment(state),)
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from kvjax_models.citations import Citation
 from kvjax_models.prefix import Prefix
 
 FinishReason = Literal["stop", "length", "error", "abort"]
@@ -58,6 +59,7 @@ class Completion:
         tokens: all new tokens, including an end-of-text token and the tokens of a stop string.
         finish_reason: "stop" for an end-of-text token or a stop string, "length" for the maximum number of tokens.
         logprobs: one item per new token, if log-probabilities were requested.
+        citations: parts of the document's text that the answer is based on, if they were requested.
     """
 
     number: int
@@ -65,6 +67,7 @@ class Completion:
     tokens: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    citations: tuple[Citation, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

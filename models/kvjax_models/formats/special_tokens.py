@@ -6,6 +6,7 @@ text or none. `encode` therefore uses a second tokenizer of the same vocabulary,
 prefix that no text contains, and writes the prefix before those without a mark.
 """
 
+import bisect
 import functools
 import itertools
 import re
@@ -76,9 +77,34 @@ class SpecialTokens:
             The token ids.
         """
         renamed, prefix, ids = self._renamed
+        return [ids.get(token, token) for token in encode(renamed, self._with_prefix(text, prefix))]
+
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]], str]:
+        """Encodes a text as `encode` does.
+
+        Args:
+            text: the text.
+
+        Returns:
+            The token ids, start and end of the characters of every token, and the text without marks, to which these
+            refer.
+        """
+        renamed, prefix, ids = self._renamed
+        text = self._with_prefix(text, prefix)
+        tokens, spans = encode_spans(renamed, text)
+        places = [match.start() for match in re.finditer(prefix, text)]
+
+        def without_prefixes(index: int) -> int:
+            """Returns the index in the text without prefixes."""
+            return max(index - len(prefix) * bisect.bisect_left(places, index), 0)
+
+        spans = [(without_prefixes(start), without_prefixes(end)) for start, end in spans]
+        return [ids.get(token, token) for token in tokens], spans, text.replace(prefix, "")
+
+    def _with_prefix(self, text: str, prefix: str) -> str:
+        """Returns a text without marks, with a prefix before the special tokens that had none."""
         text = self._pattern.sub(lambda match: prefix + match[0], text)
-        text = _MARKS.sub(self._without_mark, text)
-        return [ids.get(token, token) for token in encode(renamed, text)]
+        return _MARKS.sub(self._without_mark, text)
 
     def _without_mark(self, match: re.Match[str]) -> str:
         """Returns what marks stand for: an odd one after the first character of a special token is no text."""
@@ -118,6 +144,12 @@ def encode(backend: tokenizers.Tokenizer, text: str) -> list[int]:
     """
     # A single text is encoded under Python's global lock, which stops all threads for seconds if the text is long.
     return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+
+def encode_spans(backend: tokenizers.Tokenizer, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Encodes a text as `encode` does; returns the token ids, and start and end of the characters of every token."""
+    encoding = backend.encode_batch([text], add_special_tokens=False)[0]
+    return encoding.ids, encoding.offsets
 
 
 def _trie_pattern(words: Iterable[str]) -> str:

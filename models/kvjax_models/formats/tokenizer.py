@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import tokenizers
 
 from kvjax_models.formats import chat_template, files
-from kvjax_models.formats.special_tokens import MARK, SpecialTokens, encode
+from kvjax_models.formats.special_tokens import MARK, SpecialTokens, encode, encode_spans
 
 T = TypeVar("T")
 
@@ -109,6 +109,21 @@ class Tokenizer:
             if len(ids) > len(head) and ids[: len(head)] == head:
                 return ids[len(head) :]
         return self._encode(text)
+
+    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]], str]:
+        """Encodes a text at the start of a sequence, without BOS, and finds the characters of every token.
+
+        Args:
+            text: the text, in which special tokens may have marks; see `escape`.
+
+        Returns:
+            The token ids; start and end of the characters of every token, where tokens that share a character both
+            have it; and the text without marks, to which these refer.
+        """
+        problem = "the tokenizer cannot encode this text"
+        if MARK in text:
+            return call_backend(problem, self._special_tokens.encode_spans, text)
+        return *call_backend(problem, encode_spans, self.backend, text), text
 
     def _spell(self, ids: Sequence[int]) -> str:
         """Decodes tokens with special tokens, and marks special tokens that are encoded as text."""
