@@ -100,8 +100,8 @@ def token_spans(
         contents: contents of its messages, without marks.
 
     Returns:
-        Start and end of every token; both are 0 for tokens of the template. None if the tokens are not those that the
-        tokenizer encodes.
+        Start and end of every token; both are 0 for tokens of the template. None if the tokenizer
+        encodes the conversation differently.
     """
     encoded, encoded_spans, rendered = tokenizer.encode_spans(rendered)
     num_before = len(tokens) - len(encoded)  # BOS
@@ -137,7 +137,7 @@ def retrieving_heads(prefix: Prefix, profile: Profile | None) -> list[tuple[int,
         profile: profile of the model; without one, all heads that keep every token are returned.
 
     Raises:
-        ValueError: if there are none, or the prefix is on a mesh.
+        ValueError: if no head is left, or the prefix is on a mesh.
     """
     if prefix.generator.mesh is not None:
         raise ValueError("cite=True needs a document on a single device; load the model without a mesh")

@@ -382,8 +382,8 @@ class Document:
     def text(self) -> str:
         """The text that was read, to which citations refer, without the chat template.
 
-        The contents of a conversation's messages, as far as they are strings, are joined by empty lines; token ids are
-        decoded.
+        The contents of a conversation's messages are joined by empty lines, without those that are no strings; token
+        ids are decoded.
         """
         if self.messages is not None:
             return SEPARATOR.join(_contents(self.messages))
