@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 import traceback
 
 import openai
@@ -628,9 +629,16 @@ def test_documents_are_read_once(random_llm, tmp_path):
         details = usage["prompt_tokens_details"]
         assert details["cached_tokens"] == document["tokens"] < usage["prompt_tokens"]
         assert ask(server, CHAT, True, "When?", seed=4, **options)[0][0][0] == expected[1]
+        [listed] = server.request("GET", "/v1/documents")[1]["data"]
+        assert listed["id"] == document["id"] and listed["in_memory"] and listed["bytes"] == document["bytes"]
+        assert abs(listed["used"] - time.time()) < 3600
         heads = server.request("GET", f"/v1/documents/{document['id']}/kept")[1]["heads"]
         assert len(heads) == 2 and len(heads[0]) == 2 and all(0 < share < 1 for layer in heads for share in layer)
     with Server(cache, settings) as server:  # after a restart
+        [listed] = server.request("GET", "/v1/documents")[1]["data"]
+        assert listed["id"] == document["id"] and not listed["in_memory"] and listed["bytes"] > 0
+        props = server.request("GET", "/props")[1]
+        assert props["policy"] == "streaming_llm" and props["rows"] == 3 and props["row_bytes"] > 0
         described = server.request("GET", f"/v1/documents/{document['id']}")[1]
         assert described == {name: value for name, value in document.items() if name != "seconds"}
         messages = [*question, {"role": "assistant", "content": "x"}, {"role": "user", "content": "When?"}]
@@ -638,6 +646,24 @@ def test_documents_are_read_once(random_llm, tmp_path):
         assert server.request("DELETE", f"/v1/documents/{document['id']}")[1]["deleted"]
         assert refuse(server, document=document["id"], status=404)["code"] == "document_not_found"
         assert not [path for path in tmp_path.iterdir() if path.name != ".lock"]
+
+
+def test_answers_cite_the_document(monkeypatch):
+    monkeypatch.setattr("kvjax_models.profile.MIN_HEADS", 1)
+    cache = tiny.make_llm(tiny.TEMPLATE).cache("exact")
+    document = cache.read(TEXT_OF_DOCUMENT, max_new_tokens=64)
+    [expected], _ = document.ask(["Which ships?"], max_new_tokens=8, cite=True, return_details=True)
+    with Server(cache) as server:
+        assert refuse(server, cite=True)["param"] == "cite"
+        server.post("/v1/documents", id="d", text=TEXT_OF_DOCUMENT)
+        options = {"document": "d", "cite": True, "max_tokens": 8}
+        choice = server.post(CHAT, **body(CHAT, "Which ships?", **options))[1]["choices"][0]
+        assert choice["message"]["content"] == expected.text and len(choice["citations"]) == len(expected.citations) > 0
+        for found, one in zip(choice["citations"], expected.citations, strict=True):
+            assert found | {"weight": 0} == one._asdict() | {"weight": 0} and abs(found["weight"] - one.weight) < 1e-3
+            assert found["text"] == TEXT_OF_DOCUMENT[found["start"] : found["end"]]
+        events = server.stream(CHAT, **body(CHAT, "Which ships?", **options))[1]
+        assert events[-2]["choices"][0]["citations"] == choice["citations"]
 
 
 def test_documents_of_many_clients_and_prompts_run_together(random_llm):
@@ -766,6 +792,7 @@ def test_fields_that_change_the_answer_are_refused_by_name(server):
     for name, value in {"tools": [], "logit_bias": {}, "store": True, "reuse": False, "echo": None}.items():
         assert server.post(TEXT, **body(TEXT, "?", **{name: value}))[0] == 200, name
     assert refuse(server, model="other", status=404)["code"] == "model_not_found"
+    assert "/v1/chat/completions" in refuse(server, "/v1/responses", status=404)["message"]
     assert refuse(server, top_logprobs=2)["param"] == "top_logprobs"
     assert refuse(server, stream_options={"include_usage": True})["param"] == "stream_options"
     assert "chat template does not use" in refuse(server, chat_template_kwargs={"unknown": 1})["message"]

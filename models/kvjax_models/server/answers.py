@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from kvjax_models.citations import Citation
 from kvjax_models.engine import Completion, Output, TokenLogprobs
 from kvjax_models.formats.tokenizer import Tokenizer
 
@@ -102,6 +103,8 @@ class Format:
         content: dict[str, Any] = {"text": completion.text}
         if self._is_chat:
             content = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
+        if completion.citations is not None:
+            content |= {"citations": citations_as_json(completion.citations)}
         return self._choice(completion, content)
 
     def delta(self, output: Output) -> dict[str, Any]:
@@ -156,6 +159,11 @@ class Format:
 def event(values: Any) -> bytes:
     """Returns a server-sent event with JSON."""
     return b"data: " + msgspec.json.encode(values) + b"\n\n"
+
+
+def citations_as_json(citations: Sequence[Citation]) -> list[dict[str, Any]]:
+    """Returns citations as a choice has them."""
+    return [one._asdict() for one in citations]
 
 
 def _finite(logprob: float) -> float:

@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -18,11 +18,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from kvjax_models.citations import Citation
 from kvjax_models.document import Document
 from kvjax_models.engine import Collector, Output
 from kvjax_models.runner.answer_text import check_stop
 from kvjax_models.server import schema
-from kvjax_models.server.answers import Format, TokenBytes, event
+from kvjax_models.server.answers import Format, TokenBytes, citations_as_json, event
 from kvjax_models.server.conversations import digests
 from kvjax_models.server.errors import RequestError, as_request_error
 from kvjax_models.server.guard import Guard
@@ -31,6 +32,7 @@ from kvjax_models.server.metrics import Metrics
 from kvjax_models.server.responses import EventStream, error_response, json_response, unless_disconnected
 from kvjax_models.server.worker import Job, Worker, unavailable
 
+_Cite = Callable[[Job, int, Sequence[int]], Awaitable[tuple[Citation, ...]]]  # of an answer by its number and tokens
 _PAGE = pathlib.Path(__file__).with_name("page.html")
 _BODY_SECONDS = 60  # to receive a body
 STOP_SECONDS = 10  # to end a step of the worker
@@ -76,12 +78,22 @@ def make_app(worker: Worker, model_name: str, access: Access) -> Starlette:
         any_of: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"]}
         middleware.append(Middleware(CORSMiddleware, allow_origins=access.origins, **any_of))
     errors: dict[Any, Callable[..., Any]] = {
-        HTTPException: lambda _, error: error_response(RequestError(error.detail, error.status_code)),
+        HTTPException: _describe_http_error,
         ClientDisconnect: lambda *_: Response(status_code=499),  # nobody receives it
     }
     for kind in (RequestError, ValueError):
         errors[kind] = lambda _, error: error_response(as_request_error(error))
     return Starlette(routes=handlers.routes(), middleware=middleware, lifespan=lifespan, exception_handlers=errors)
+
+
+def _describe_http_error(request: Request, error: Any) -> Response:
+    """Returns the response of an unknown path or method."""
+    message = error.detail
+    if error.status_code == 404:
+        message = f"{request.url.path[:100]} does not exist here"
+        if request.url.path.startswith("/v1/responses"):
+            message += "; use /v1/chat/completions (openai-agents: set_default_openai_api('chat_completions'))"
+    return error_response(RequestError(message, error.status_code))
 
 
 class _Handlers:
@@ -95,12 +107,14 @@ class _Handlers:
         return [
             Route("/", self.page),
             Route("/health", self.health),
+            Route("/props", self.props),
             Route("/metrics", self.metrics),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/documents", self.post_document, methods=["POST"]),
+            Route("/v1/documents", self.documents),
             Route("/v1/documents/{name}/kept", self.document),
             Route("/v1/documents/{name:path}", self.document, methods=["GET", "DELETE"]),
         ]
@@ -117,6 +131,10 @@ class _Handlers:
         elif worker.error:
             status = "failed"
         return json_response({"status": status}, 200 if status == "ok" else 503)
+
+    async def props(self, request: Request) -> Response:
+        self._check_ready()
+        return json_response(self._worker.props() | {"max_body_bytes": self._max_body_bytes})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._metrics.render(), media_type=CONTENT_TYPE_LATEST)
@@ -150,6 +168,12 @@ class _Handlers:
         values = await unless_disconnected(request, self._worker.read(steps))
         add_details(request.scope, f"{values['tokens']} tokens read")
         return json_response(values)
+
+    async def documents(self, request: Request) -> Response:
+        self._check_ready()
+        assert self._worker.documents is not None
+        data = await self._worker.call(self._worker.documents.describe_all)
+        return json_response({"object": "list", "data": data})
 
     async def document(self, request: Request) -> Response:
         self._check_ready()
@@ -190,20 +214,28 @@ class _Handlers:
             is_chat = kind is schema.ChatRequest
             assert self._token_bytes is not None
             form = Format(self._token_bytes, self._model_name, is_chat=is_chat, num_top=body.num_top_logprobs)
+            cite = self._cite if body.cite else None
             if body.stream:
                 has_usage = body.stream_options is not None and body.stream_options.include_usage
-                response = EventStream(request, _events(job, form, first, usage, bool(has_usage)), close)
+                response = EventStream(request, _events(job, form, first, usage, bool(has_usage), cite), close)
                 is_streamed = True
                 return response
-            return json_response(await unless_disconnected(request, _answer(job, form, first, usage)))
+            return json_response(await unless_disconnected(request, _answer(job, form, first, usage, cite)))
         finally:
             if not is_streamed:
                 close()
+
+    async def _cite(self, job: Job, number: int, tokens: Sequence[int]) -> tuple[Citation, ...]:
+        """Returns the citations of an answer, for which the model processes question and answer once more."""
+        assert job.document is not None
+        return await self._worker.call(job.document.cite, job.prompts[number], tokens)
 
     async def _make_job(self, body: schema.ChatRequest | schema.CompletionRequest, authorization: str) -> Job:
         """Checks the fields of a request and encodes its prompts; `authorization` is the client's key."""
         if body.stream_options is not None and not body.stream:
             raise RequestError("stream_options requires stream=true", param="stream_options")
+        if body.cite and body.document is None:
+            raise RequestError("citations refer to a document; name one", param="cite")
         sampling, stop = body.sampling(), check_stop(body.stop)
         worker = self._worker
         assert worker.cache is not None and worker.documents is not None
@@ -345,22 +377,32 @@ async def _outputs(job: Job, first: Output, usage: _Usage) -> AsyncIterator[Outp
         yield await _next_output(job, usage)
 
 
-async def _answer(job: Job, form: Format, first: Output, usage: _Usage) -> bytes:
+async def _answer(job: Job, form: Format, first: Output, usage: _Usage, cite: _Cite | None) -> bytes:
     """Returns an entire answer."""
     collector = Collector()
     completions = [collector.add(output) async for output in _outputs(job, first, usage)]
     finished = sorted((one for one in completions if one is not None), key=lambda one: one.number)
+    if cite is not None:
+        cited = [await cite(job, one.number, one.tokens) for one in finished]
+        finished = [dataclasses.replace(one, citations=of) for one, of in zip(finished, cited, strict=True)]
     # The log-probabilities of long answers are millions of values.
     choices = await asyncio.to_thread(lambda: [form.choice(one) for one in finished])
     return await asyncio.to_thread(form.answer, choices, usage.as_json())
 
 
-async def _events(job: Job, form: Format, first: Output, usage: _Usage, has_usage: bool) -> AsyncIterator[bytes]:
+async def _events(
+    job: Job, form: Format, first: Output, usage: _Usage, has_usage: bool, cite: _Cite | None
+) -> AsyncIterator[bytes]:
     """Yields the events of a streamed answer; an error is the last one."""
+    tokens: dict[int, list[int]] = {}
     try:
         async for output in _outputs(job, first, usage):
+            tokens.setdefault(output.number, []).extend(output.tokens)
             if output.text or output.finish_reason is not None or output.logprobs:
-                yield form.chunk([form.delta(output)], None)
+                part = form.delta(output)
+                if output.finish_reason is not None and cite is not None:
+                    part["citations"] = citations_as_json(await cite(job, output.number, tokens[output.number]))
+                yield form.chunk([part], None)
         if has_usage:
             yield form.chunk([], usage.as_json())
         yield b"data: [DONE]\n\n"

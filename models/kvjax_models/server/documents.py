@@ -7,6 +7,7 @@ All methods but `check_text` are called in the worker's thread.
 """
 
 import collections
+import contextlib
 import os
 import pathlib
 import re
@@ -60,6 +61,7 @@ class Documents:
         self._cache, self._settings, self._conversations = cache, settings, conversations
         self._row_bytes, self._warm_up = row_bytes, warm_up
         self._in_memory: collections.OrderedDict[str, Document] = collections.OrderedDict()  # oldest use first
+        self._used: dict[str, float] = {}  # time of the last use, in seconds since 1970
         self._lock: filelock.BaseFileLock | None = None
         self._directory = None if settings.documents_dir is None else pathlib.Path(settings.documents_dir)
         if self._directory is not None:
@@ -132,6 +134,10 @@ class Documents:
                 ) from error
             self._insert(name, document)
         self._in_memory.move_to_end(name)
+        self._used[name] = time.time()
+        if path is not None:
+            with contextlib.suppress(OSError):
+                os.utime(path)  # the time of the directory, which survives a restart
         return self._in_memory[name]
 
     def describe(self, name: str) -> dict[str, Any]:
@@ -145,6 +151,32 @@ class Documents:
             "bytes": document.prefix.held_bytes,
             "full_cache_bytes": document.full_cache_bytes,
         }
+
+    def describe_all(self) -> list[dict[str, Any]]:
+        """Returns the documents, the ones that were used last first, without reading any from the directory.
+
+        `used` is the time in seconds since 1970, and `bytes` those that the document takes in memory, or in the
+        directory if it is only there.
+        """
+        found: dict[str, dict[str, Any]] = {
+            name: {"bytes": one.prefix.held_bytes, "tokens": one.num_tokens, "in_memory": True}
+            for name, one in self._in_memory.items()
+        }
+        if self._directory is not None:
+            for path in self._directory.iterdir():
+                if _ID.fullmatch(path.name) and path.is_dir() and path.name not in found:
+                    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+                    found[path.name] = {"bytes": size, "tokens": None, "in_memory": False}
+        described = [
+            {"id": name, "object": "document", "used": int(self._last_use(name)), **values}
+            for name, values in found.items()
+        ]
+        return sorted(described, key=lambda one: one["used"], reverse=True)
+
+    def _last_use(self, name: str) -> float:
+        """Returns the time of a document's last use, which the time of its directory is, if there is one."""
+        path = self._path(name)
+        return self._used.get(name, 0) if name in self._used or path is None else path.stat().st_mtime
 
     def kept(self, name: str) -> dict[str, Any]:
         """Returns the share of the text's tokens that every KV head of every layer holds."""
@@ -222,6 +254,7 @@ class Documents:
         """
         path = self._path(name)
         is_known = self._in_memory.pop(name, None) is not None
+        self._used.pop(name, None)
         if path is not None and path.is_dir():
             is_known = True
             partial = path.with_name(f"{_PARTIAL}{name}")

@@ -109,6 +109,7 @@ class _Generation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
     document: str | None = None
+    cite: bool = False
     parse_special: bool | None = None
 
     @property

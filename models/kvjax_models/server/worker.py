@@ -36,6 +36,7 @@ _PROMPT_TOKENS = 8192  # of a prompt by default
 _WARM_PROMPTS = ([64], [256], [512], [768], [1024], [1536], [2048], [64, 64], [64, 64, 64, 64])
 _WARM_QUESTIONS = ([24], [24, 24])  # of questions to a document
 _WARM_TOKENS = 33
+_LIMITS = ("rows", "max_prompt_tokens", "max_new_tokens", "max_queue", "cache_bytes", "conversations")
 
 
 @dataclasses.dataclass(eq=False)
@@ -296,16 +297,29 @@ class Worker:
         if self.settings.cache_bytes is not None and self._jobs is not None:
             self._jobs.engine.max_bytes = max(self.settings.cache_bytes - held_bytes, 1)
 
-    def _describe(self) -> str:
-        """Returns policy, budget, and rows with their bytes."""
+    def props(self) -> dict[str, Any]:
+        """Returns policy, budget and limits, as JSON; `row_bytes` is the cache of the longest prompt and answer."""
         assert self.cache is not None and self._longest is not None
-        generator, cache = self._longest, self.cache
-        heads = "" if cache.heads is None else ", budgets by head"
-        formats = "" if generator.kv_dtype is None else f" in {generator.kv_dtype}"
+        cache, formats = self.cache, self._longest.kv_dtype
+        limits = {name: getattr(self.settings, name) for name in _LIMITS}
+        return {
+            "policy": str(cache.policy),
+            "budget": None if cache.budget is None else str(cache.budget),
+            "kv_dtype": None if formats is None else str(formats),
+            "has_head_budgets": cache.heads is not None,
+            **limits,
+            "row_bytes": self._longest.row_bytes,
+        }
+
+    def _describe(self) -> str:
+        """Returns policy, budget and limits for the log."""
+        props = self.props()
+        heads = ", budgets by head" if props["has_head_budgets"] else ""
+        formats = f" in {props['kv_dtype']}" if props["kv_dtype"] else ""
         return (
-            f"policy {cache.policy}, budget {cache.budget or 'none'}{heads}{formats}, up to {self.settings.rows} rows, "
-            f"each with {format_bytes(generator.row_bytes)} for {self.settings.max_prompt_tokens} + "
-            f"{self.settings.max_new_tokens} tokens, and less for fewer"
+            f"policy {props['policy']}, budget {props['budget'] or 'none'}{heads}{formats}, "
+            f"up to {props['rows']} rows, each with {format_bytes(props['row_bytes'])} for "
+            f"{props['max_prompt_tokens']} + {props['max_new_tokens']} tokens, and less for fewer"
         )
 
     def is_exact(self, document: Document | None) -> bool:
