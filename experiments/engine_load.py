@@ -114,7 +114,7 @@ class Load:
         waiting, numbers, aborted = iter(range(len(requests))), dict[int, int](), set[int]()
         tokens: dict[int, list[int]] = {index: [] for index in range(len(requests))}
         memory: list[int] = []
-        num_finished = 0
+        gaps: list[float | None] = []  # of the finished ones
         while True:
             while engine.num_waiting < 8 and (index := next(waiting, None)) is not None:
                 numbers[engine.add(**requests[index])] = index
@@ -125,21 +125,21 @@ class Load:
             for output in engine.step():
                 index = numbers[output.number]
                 tokens[index] += output.tokens
-                num_finished += output.finish_reason is not None
-                if output.finish_reason is not None and num_finished % 100 == 0:
-                    logging.info("%d requests finished, %d programs", num_finished, engine.num_programs)
-                if output.finish_reason is None and index in aborted and rng.random() < 0.5:
-                    engine.abort(output.number)
-                if output.finish_reason is not None and num_finished in (len(requests) // 5, len(requests)):
+                if output.finish_reason is None:
+                    if index in aborted and rng.random() < 0.5:
+                        engine.abort(output.number)
+                    continue
+                gaps.append(self._differs(requests[index], tokens.pop(index), index in aborted))
+                if len(gaps) in (len(requests) // 5, len(requests)):
                     memory.append(sum(x.nbytes for x in jax.live_arrays()))
-        differing = [self._differs(request, tokens[index], index in aborted) for index, request in enumerate(requests)]
+                if len(gaps) % 100 == 0:
+                    logging.info("%d requests: %s", len(gaps), _count(gaps))
         return {
             "requests": len(requests),
             "aborted": len(aborted),
             "programs": engine.num_programs,
             "bytes_after_a_fifth_and_all": memory,
-            "differ": sum(one is not None for one in differing),
-            "differ_by_more_than_rounding": sum(one is not None and one > _NEAR for one in differing),
+            **_count(gaps),
         }
 
     def _differs(self, request: dict[str, Any], tokens: Sequence[int], was_aborted: bool) -> float | None:
@@ -204,6 +204,12 @@ def _make_request(load: Load, rng: random.Random, documents: Sequence[Document])
         "max_new_tokens": rng.randint(4, 48),
         "seed": rng.randrange(2**32),
     }
+
+
+def _count(gaps: Sequence[float | None]) -> dict[str, int]:
+    """Returns how many answers differ from those alone, and how many by more than rounding."""
+    differing = [gap for gap in gaps if gap is not None]
+    return {"differ": len(differing), "differ_by_more_than_rounding": sum(gap > _NEAR for gap in differing)}
 
 
 def _compare(name: str, base: list[float], other: list[float]) -> dict[str, Any]:

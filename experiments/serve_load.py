@@ -119,7 +119,9 @@ def measure(options: Options, command: str, policy: str | None) -> None:
         if "mixed" in lines:
             lines["mixed"] |= _compare(options, cache, answers["mixed"])
         if "chat" in lines:
-            seconds = _library_seconds(cache, _make_request(options, "chat", 0)["body"])
+            seconds = _library_seconds(
+                cache, [_make_request(options, "chat", n)["body"] for n in range(options.requests)]
+            )
             lines["chat"] |= {"library_seconds": seconds, "ratio": _round(lines["chat"]["median_seconds"] / seconds)}
     for workload, values in lines.items():
         print(json.dumps({"server": policy or command, "workload": workload, "ready": ready, **values}), flush=True)
@@ -347,15 +349,15 @@ def _gap(cache: CachedModel, body: dict[str, Any], text: str) -> float | None:
     return float(logprobs[first].top[0][1] - logprobs[first].top[1][1])
 
 
-def _library_seconds(cache: CachedModel, body: dict[str, Any]) -> float:
-    """Returns the median seconds of a request in an engine with one row, after it was compiled."""
+def _library_seconds(cache: CachedModel, bodies: Sequence[dict[str, Any]]) -> float:
+    """Returns the median seconds of requests in an engine with one row; the first one is answered twice."""
     engine, seconds = cache.engine(rows=1), []
-    for _ in range(7):
+    for body in (bodies[0], *bodies):
         begin = time.monotonic()
         engine.add(cache.llm.encode(body["messages"]), max_new_tokens=body["max_tokens"])
         engine.complete()
         seconds.append(time.monotonic() - begin)
-    return _round(statistics.median(seconds[2:]))
+    return _round(statistics.median(seconds[1:]))
 
 
 def _round(value: float) -> float:
