@@ -136,7 +136,7 @@ def test_settings_share_a_prefill_and_sizes_are_relative_to_bfloat16(llm, tmp_pa
     by_setting = {row.setting: row for row in rows}
     full, snapkv, int8 = (by_setting[str(one)] for one in (EXACT, SNAPKV, Setting("exact", kv_dtype="int8")))
     assert 1 <= full.cache_fraction < 1.25 and 0.5 < snapkv.cache_fraction <= 0.6
-    assert 0.03 < full.tail_fraction < 0.25 and int8.tail_fraction < full.tail_fraction
+    assert 0.03 < full.tail_fraction < 0.4 and int8.tail_fraction < full.tail_fraction
     # Two layers, keys and values of two heads of 16 dimensions in float32.
     assert full.device_bytes == pytest.approx(2 * 2 * 2 * 16 * 4 * full.prompt_tokens, rel=0.3)
     assert 0.5 < int8.cache_fraction / full.cache_fraction < 0.75

@@ -262,7 +262,7 @@ def test_a_failing_question_does_not_stop_the_others():
 
 def test_questions_of_similar_lengths_are_prefilled_together(monkeypatch):
     """Each once, or alone after one of them failed; a long one does not make the others wait for it."""
-    document = read("snapkv")
+    document = llm().cache(POLICIES["snapkv"]).read(TEXT, max_new_tokens=256)
     prompts = [document.encode(question) for question in QUESTIONS]
     lengths = []
     prefill_steps = Generator.prefill_steps
@@ -286,7 +286,7 @@ def test_questions_of_similar_lengths_are_prefilled_together(monkeypatch):
         texts = ["".join(one.text for one in outputs if one.number == number) for number in numbers]
         return texts, [one.finish_reason for one in outputs if one.finish_reason not in (None, "length")], [*lengths]
 
-    prompts[1], long = prompts[0][:-1], prompts[1]
+    prompts[1], long = prompts[0][:-1], 5 * prompts[1]
     sizes = [len(prompt) for prompt in prompts[:3]]
     alone = [answers(prompt)[0][0] for prompt in prompts[:3]]
     assert answers(*prompts[:3]) == (alone, [], [[*sizes, 1]])

@@ -689,16 +689,16 @@ def test_documents_beyond_the_limit_are_on_disk(random_llm, tmp_path):
     cache = random_llm.cache("exact")
     size = cache.read(TEXT_OF_DOCUMENT).cache_bytes
     for directory in (str(tmp_path), None):
-        with Server(cache, {"documents_dir": directory, "cache_bytes": 4 * size}) as server:
+        with Server(cache, {"documents_dir": directory, "cache_bytes": 6 * size}) as server:
             names = ["a", "b", "c", "d", "e"]
             statuses = [server.post("/v1/documents", id=name, text=TEXT_OF_DOCUMENT)[0] for name in names]
-            assert statuses == ([200] * 5 if directory else [200, 200, 200, 507, 507])
-            assert server.metric("kvjax_documents_bytes") <= 4 * size
+            assert statuses == ([200] * 5 if directory else [200, 200, 200, 200, 507])
+            assert server.metric("kvjax_documents_bytes") <= 6 * size
             answers = {
                 ask(server, CHAT, False, "x", document=name, max_tokens=9)[0][0][0]
                 for name in names[: statuses.count(200)]
             }
-            assert len(answers) == 1 and server.metric("kvjax_documents ") == 3
+            assert len(answers) == 1 and server.metric("kvjax_documents ") == 4
 
 
 def test_a_warm_server_compiles_nothing_for_usual_requests(random_llm):
@@ -739,7 +739,6 @@ def test_documents_are_refused(server):
     assert server.post("/v1/documents", id="short", text="x")[0] == 200
     assert "exceed the capacity max_tokens=64" in refuse(server, prompt="x" * 100, document="short")["message"]
     refuse(server, prompt="?", document="short", chat_template_kwargs={"x": 1})
-    assert server.request("GET", "/v1/documents")[0] == 405  # ids are secrets
 
 
 # --- interface ---

@@ -141,10 +141,10 @@ def test_a_panic_of_a_tokenizer_is_an_error():
         """Like Rust's, which is not an Exception."""
 
     class Backend:
-        def encode(self, *_, **__):
+        def encode_batch_fast(self, *_, **__):
             raise PanicException("called `Result::unwrap()` on an `Err` value")
 
-        decode = encode
+        decode = encode_batch_fast
 
     tokenizer = Tokenizer(Backend(), (), (), {})
     with pytest.raises(ValueError, match="the tokenizer cannot encode this text: called"):
