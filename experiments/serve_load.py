@@ -1,4 +1,4 @@
-"""Sends requests to `kvjax serve`, and compares answers with the library's and times with those of another server.
+"""Sends requests to `kvjax serve`, and compares answers with the library and times with another server.
 
     python -m experiments.serve_load --policy exact auto --requests 1000
     python -m experiments.serve_load --workload chat prompts questions texts --requests 16 --max_new_tokens 48
@@ -43,7 +43,7 @@ from kvjax_models.cli.serve import default_dtype
 from kvjax_models.runner.sampling import Sampling
 
 _WORDS = ("the", "ship", "left", "harbor", "before", "dawn", "while", "rain", "fell", "on", "quiet", "streets")
-_TEMPLATE_TOKENS = 35  # about so many besides the words, of which each is a token
+_TEMPLATE_TOKENS = 35  # of the chat template; each word is a token
 _DOCUMENTS, _DOCUMENT_WORDS = 4, 2000
 _NEAR = 0.05  # difference of two logits, of which rounding may choose either
 _WORKLOADS = ("mixed", "chat", "prompts", "questions", "texts", "bodies")
@@ -84,7 +84,7 @@ def main(options: Options) -> None:
 
 
 def measure(options: Options, command: str, policy: str | None) -> None:
-    """Sends the requests of all workloads to a server, and prints what it measures.
+    """Sends the requests of all workloads to a server, and prints the measures.
 
     Args:
         options: the options.
@@ -128,7 +128,7 @@ def measure(options: Options, command: str, policy: str | None) -> None:
 
 
 def _prepare(options: Options, workload: str, port: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Returns the requests of a workload, after the server has compiled its programs, and what that has measured."""
+    """Compiles the programs of a workload by its first requests; returns all requests and measures of the first."""
     requests = [_make_request(options, workload, number) for number in range(options.requests)]
     values: dict[str, Any] = {}
     if workload == "questions":
