@@ -26,12 +26,12 @@ import numpy as np
 from absl import logging
 
 from experiments.common.flags import Flags, repeatable, run_command
+from experiments.common.rounding import NEAR, answer_alone, gap_at
 from kvjax_models import CachedModel, LanguageModel, load
 from kvjax_models.document import Document
-from kvjax_models.engine import Engine, Output
+from kvjax_models.engine import Engine
 from kvjax_models.runner.sampling import GREEDY, Sampling
 
-_NEAR = 0.05  # difference of two logits, of which rounding may choose either
 _MEASURES = ("batch", "documents", "mixed", "kept", "requests")
 
 
@@ -148,9 +148,7 @@ class Load:
         Returns:
             None if the tokens are equal; otherwise the difference of the two best logits at the first other token.
         """
-        engine = self.cache.engine(rows=1)
-        engine.add(**request | {"sampling": dataclasses.replace(request["sampling"], logprobs=2)})
-        outputs: list[Output] = [*engine.run()]
+        outputs = answer_alone(self.cache, **request)
         alone = [token for output in outputs for token in output.tokens]
         if was_aborted:
             alone = alone[: len(tokens)]
@@ -159,10 +157,7 @@ class Load:
         place = next((i for i, pair in enumerate(zip(alone, tokens, strict=False)) if pair[0] != pair[1]), None)
         if place is None:
             return float("inf")
-        logprobs = [one for output in outputs for one in output.logprobs or ()][place]
-        if request["sampling"].temperature:
-            return 0.0  # samples depend on all logits, whose rounding differs
-        return logprobs.top[0][1] - logprobs.top[1][1]
+        return gap_at(outputs, request["sampling"], place)
 
     def _compare_steps(self, *cases: Sequence[tuple[list[int], Document | None]]) -> dict[str, Any]:
         """Returns milliseconds of a step of two mixes of requests."""
@@ -209,7 +204,7 @@ def _make_request(load: Load, rng: random.Random, documents: Sequence[Document])
 def _count(gaps: Sequence[float | None]) -> dict[str, int]:
     """Returns how many answers differ from those alone, and how many by more than rounding."""
     differing = [gap for gap in gaps if gap is not None]
-    return {"differ": len(differing), "differ_by_more_than_rounding": sum(gap > _NEAR for gap in differing)}
+    return {"differ": len(differing), "differ_by_more_than_rounding": sum(gap > NEAR for gap in differing)}
 
 
 def _compare(name: str, base: list[float], other: list[float]) -> dict[str, Any]:

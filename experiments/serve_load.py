@@ -37,6 +37,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from experiments.common.flags import Flags, repeatable, run_command
+from experiments.common.rounding import NEAR, answer_alone, gap_at
 from kvjax_models import language_model
 from kvjax_models.cache import CachedModel
 from kvjax_models.cli.serve import default_dtype
@@ -45,7 +46,6 @@ from kvjax_models.runner.sampling import Sampling
 _WORDS = ("the", "ship", "left", "harbor", "before", "dawn", "while", "rain", "fell", "on", "quiet", "streets")
 _TEMPLATE_TOKENS = 35  # of the chat template; each word is a token
 _DOCUMENTS, _DOCUMENT_WORDS = 4, 2000
-_NEAR = 0.05  # difference of two logits, of which rounding may choose either
 _WORKLOADS = ("mixed", "chat", "prompts", "questions", "texts", "bodies")
 
 
@@ -325,28 +325,24 @@ def _compare(options: Options, cache: CachedModel, answers: Sequence[dict[str, A
     checked = random.Random(options.seed).sample(complete, min(options.check, len(complete)))
     gaps = {n: _gap(cache, _make_request(options, "mixed", n)["body"], answers[n]["text"]) for n in checked}
     differing = {number: gap for number, gap in gaps.items() if gap is not None}
-    too_large = [number for number, gap in differing.items() if gap > _NEAR]
+    too_large = [number for number, gap in differing.items() if gap > NEAR]
     assert not too_large, f"the answers of requests {too_large} differ from the library's"
     return {"compared": len(checked), "differ_by_rounding": len(differing)}
 
 
 def _gap(cache: CachedModel, body: dict[str, Any], text: str) -> float | None:
     """Returns the difference of the two best logits at the first token that differs; None if texts are equal."""
-    sampling = Sampling(body["temperature"], top_p=body.get("top_p"), logprobs=2)
-    engine = cache.engine(rows=1)
-    engine.add(
-        cache.llm.encode(body["messages"]), sampling=sampling, max_new_tokens=body["max_tokens"], seed=body["seed"]
-    )
-    outputs = [*engine.run()]
+    sampling, prompt = Sampling(body["temperature"], top_p=body.get("top_p")), cache.llm.encode(body["messages"])
+    outputs = answer_alone(cache, sampling, prompt=prompt, max_new_tokens=body["max_tokens"], seed=body["seed"])
     if (alone := "".join(output.text for output in outputs)) == text:
         return None
-    if body["temperature"]:
-        return 0.0  # samples depend on all logits, whose rounding differs
     tokens = [token for output in outputs for token in output.tokens]
-    logprobs = [one for output in outputs for one in output.logprobs or ()]
-    same = next((i for i, pair in enumerate(zip(alone, text, strict=False)) if pair[0] != pair[1]), len(text))
-    first = next(i for i in range(len(tokens)) if len(cache.llm.tokenizer.decode(tokens[: i + 1])) > same)
-    return float(logprobs[first].top[0][1] - logprobs[first].top[1][1])
+    pairs = enumerate(zip(alone, text, strict=False))
+    same = next((i for i, pair in pairs if pair[0] != pair[1]), min(len(alone), len(text)))
+    ends = (len(cache.llm.tokenizer.decode(tokens[: count + 1])) for count in range(len(tokens)))
+    # Where one text ends first, the token that ends the other one differs.
+    first = next((place for place, end in enumerate(ends) if end > same), len(tokens) - 1)
+    return gap_at(outputs, sampling, first)
 
 
 def _library_seconds(cache: CachedModel, bodies: Sequence[dict[str, Any]]) -> float:

@@ -129,7 +129,7 @@ def text_parts(text: str) -> Iterator[tuple[int, int]]:
             yield sentence.start() + part.start(), sentence.start() + part.end()
 
 
-def retrieving_heads(prefix: Prefix, profile: Profile | None) -> list[tuple[int, int]]:
+def cited_heads(prefix: Prefix, profile: Profile | None) -> list[tuple[int, int]]:
     """Returns (layer, KV head) of the retrieving heads that keep every token.
 
     Args:

@@ -25,8 +25,8 @@ from kvjax_models.citations import (
     SEPARATOR,
     Citation,
     attention_to_text,
+    cited_heads,
     find_citations,
-    retrieving_heads,
     token_pieces,
     token_spans,
 )
@@ -334,7 +334,7 @@ class Document:
         if cite:
             if not options["return_details"]:
                 raise ValueError("citations are part of the details; pass return_details=True")
-            self._cited_heads  # noqa: B018  # checks before the answers that there are any
+            self.check_citable()
         limit = self._limit(prompts, max_new_tokens)
         engine = self.engine(rows=len(prompts) * check_n(n))
         answers = answer(engine, prompts, self.prefix, n=n, max_new_tokens=limit, **options)
@@ -365,7 +365,8 @@ class Document:
             ValueError: if question and answer exceed the capacity, the document is on a mesh, or no retrieving head
                 keeps every token.
         """
-        heads, tokens = self._cited_heads, [*question, *answer[:-1]]  # the last token was predicted from the others
+        heads = cited_heads(self.prefix, self._profile)
+        tokens = [*question, *answer[:-1]]  # the last token was predicted from the others
         self._check_suffix(len(tokens))
         if not tokens:
             return ()
@@ -373,10 +374,18 @@ class Document:
         attention = attention_to_text(self.prefix, self.suffix_sizes(len(tokens)), tokens, first_query, heads)
         return find_citations(self.text, self._token_spans, attention)
 
+    def check_citable(self) -> None:
+        """Checks that answers can have citations, for callers that answer first.
+
+        Raises:
+            ValueError: if the document is on a mesh, or no retrieving head keeps every token.
+        """
+        cited_heads(self.prefix, self._profile)
+
     @functools.cached_property
-    def _cited_heads(self) -> list[tuple[int, int]]:
-        """(layer, KV head) of the retrieving heads that keep every token; raises a ValueError without any."""
-        return retrieving_heads(self.prefix, profiles.find_or_measure(self.prefix.generator.model, self.tokenizer))
+    def _profile(self) -> profiles.Profile | None:
+        """The profile of the model, measured if it is unknown."""
+        return profiles.find_or_measure(self.prefix.generator.model, self.tokenizer)
 
     @functools.cached_property
     def text(self) -> str:

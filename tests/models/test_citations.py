@@ -228,12 +228,13 @@ def test_citations_that_are_not_possible_are_refused():
         document.cite([5] * 97, [5])
     on_mesh = types.SimpleNamespace(generator=types.SimpleNamespace(mesh="mesh"))
     with pytest.raises(ValueError, match="load the model without a mesh"):
-        citations.retrieving_heads(on_mesh, None)
+        citations.cited_heads(on_mesh, None)
 
 
 def test_heads_retrieve_by_the_profile_and_keep_every_token():
-    assert citations.retrieving_heads(read().prefix, None) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert citations.retrieving_heads(read(HEADS).prefix, None) == FULL
-    assert read(HEADS)._cited_heads == read()._cited_heads == FULL[:1]
+    assert citations.cited_heads(read().prefix, None) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert citations.cited_heads(read(HEADS).prefix, None) == FULL
+    for document in (read(HEADS), read()):
+        assert citations.cited_heads(document.prefix, document._profile) == FULL[:1]
     windowed = tiny.make_lively_llm(windows=(24, None)).cache("exact").read(TEXT)
-    assert citations.retrieving_heads(windowed.prefix, None) == [(1, 0), (1, 1)]
+    assert citations.cited_heads(windowed.prefix, None) == [(1, 0), (1, 1)]

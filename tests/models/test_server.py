@@ -664,6 +664,10 @@ def test_answers_cite_the_document(monkeypatch):
             assert found["text"] == TEXT_OF_DOCUMENT[found["start"] : found["end"]]
         events = server.stream(CHAT, **body(CHAT, "Which ships?", **options))[1]
         assert events[-2]["choices"][0]["citations"] == choice["citations"]
+    with Server(tiny.make_llm(tiny.TEMPLATE).cache("streaming_llm", "50%")) as server:
+        server.post("/v1/documents", id="d", text=TEXT_OF_DOCUMENT)
+        assert "retrieving heads that keep every token" in refuse(server, document="d", cite=True)["message"]
+        assert server.metric("kvjax_new_tokens_total") == 0  # refused before an answer
 
 
 def test_documents_of_many_clients_and_prompts_run_together(random_llm):

@@ -106,7 +106,7 @@ def test_damaged_files_give_errors_or_the_same_document(tmp_path):
     original.save(tmp_path / "original")
     expected = original.ask("Which ships?", max_new_tokens=12)
     settings = Settings(documents_dir=str(tmp_path / "documents"))
-    documents, outcomes = Documents(cache, settings, Conversations(0, lambda: 0)), []
+    documents, outcomes = Documents(cache, settings, Conversations(0, lambda: 0), lambda: 0, lambda _: iter(())), []
     for number in range(60):
         directory = tmp_path / "documents" / f"d{number}"
         shutil.copytree(tmp_path / "original", directory)

@@ -5,7 +5,7 @@ import functools
 import importlib.util
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -72,8 +72,12 @@ class ModelOptions:
         has_size = choice.budget is not None or not choice.takes_budget
         return choice if has_size else dataclasses.replace(choice, budget=size)
 
-    def load(self) -> language_model.LanguageModel:
+    def load(self, default_dtype: Callable[[], str | None] = lambda: None) -> language_model.LanguageModel:
         """Loads the model onto the requested devices.
+
+        Args:
+            default_dtype: returns the dtype if no option names one; called after all processes are connected. None for
+                the default of `language_model.load`.
 
         Returns:
             The model and its tokenizer.
@@ -91,7 +95,8 @@ class ModelOptions:
         mesh = None
         if not self.devices.is_single:
             mesh = make_mesh(self.devices, formats.load_config(path).kv_heads)
-        dtype = None if self.dtype is None else jnp.dtype(self.dtype)
+        name = self.dtype or default_dtype()
+        dtype = None if name is None else jnp.dtype(name)
         options = {"weight_dtype": self.weight_dtype, "parse_special": self.parse_special}
         return language_model.load(path, dtype, mesh, **options)
 

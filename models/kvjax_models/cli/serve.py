@@ -86,8 +86,7 @@ class Serve(ModelOptions):
         )
 
         def load() -> CachedModel:
-            options = dataclasses.replace(self, dtype=self.dtype or default_dtype())
-            cache = options.load().cache(choice, kv_dtype=kv_formats)
+            cache = self.load(default_dtype).cache(choice, kv_dtype=kv_formats)
             gc.freeze()  # later collections leave out the objects up to now, and stop the event loop for a shorter time
             return cache
 

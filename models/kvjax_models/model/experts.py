@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax_models.model.activations import ACTIVATIONS, UNGATED
 from kvjax_models.model.config import LlamaConfig
-from kvjax_models.model.quantized import make_linear, multiply
+from kvjax_models.model.quantized import dot_general, make_linear, multiply
 
 BLOCK = 128  # maximum number of tokens of one expert in a matrix product
 
@@ -79,7 +79,10 @@ class ExpertLinear(nnx.Module):
             x: tokens.
         """
         kernel = self.kernel[...][expert]
-        y = x @ kernel if self.channel_scale is None else multiply(x, kernel, self.channel_scale[...][expert])
+        if self.channel_scale is None:
+            y = dot_general(x, kernel, (((1,), (0,)), ((), ())))
+        else:
+            y = multiply(x, kernel, self.channel_scale[...][expert])
         return y if self.bias is None else y + self.bias[...][expert]
 
 
@@ -115,7 +118,7 @@ class Router(nnx.Module):
     def __call__(self, tokens: Float[Array, "N W"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
         """Returns the weights (float32) and the indices of the k selected experts of each token."""
         # Logits stay in float32: rounding could make two experts equal and select another one.
-        logits = jnp.dot(tokens, self.kernel[...], preferred_element_type=jnp.float32)
+        logits = dot_general(tokens, self.kernel[...], (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         if self.bias is not None:
             logits = logits + self.bias[...].astype(jnp.float32)
         weights, indices = self._select_by_sigmoid(logits) if self.uses_sigmoid else self._select_by_softmax(logits)

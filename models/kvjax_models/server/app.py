@@ -240,6 +240,8 @@ class _Handlers:
         worker = self._worker
         assert worker.cache is not None and worker.documents is not None
         document = None if body.document is None else await worker.call(worker.documents.get, body.document)
+        if document is not None and body.cite:
+            await worker.call(document.check_citable)  # before the answer, which would be lost
         if self._token_bytes is None:
             self._token_bytes = TokenBytes(worker.cache.llm.tokenizer)
         prompts, conversation = await asyncio.to_thread(self._encode, body, document, authorization)

@@ -61,7 +61,8 @@ class Documents:
         self._cache, self._settings, self._conversations = cache, settings, conversations
         self._row_bytes, self._warm_up = row_bytes, warm_up
         self._in_memory: collections.OrderedDict[str, Document] = collections.OrderedDict()  # oldest use first
-        self._used: dict[str, float] = {}  # time of the last use, in seconds since 1970
+        # Time of the last use of every document, in seconds since 1970, which is that of its directory.
+        self._used: dict[str, float] = {}
         self._lock: filelock.BaseFileLock | None = None
         self._directory = None if settings.documents_dir is None else pathlib.Path(settings.documents_dir)
         if self._directory is not None:
@@ -74,6 +75,8 @@ class Documents:
             for path in self._directory.glob(f"{_PARTIAL}*"):  # of a process that was killed
                 logger.warning("document %r was not complete and is deleted", path.name.removeprefix(_PARTIAL))
                 shutil.rmtree(path, ignore_errors=True)
+            saved = [path for path in self._directory.iterdir() if _ID.fullmatch(path.name) and path.is_dir()]
+            self._used = {path.name: path.stat().st_mtime for path in saved}
 
     def close(self) -> None:
         """Lets other processes write to the directory."""
@@ -137,7 +140,7 @@ class Documents:
         self._used[name] = time.time()
         if path is not None:
             with contextlib.suppress(OSError):
-                os.utime(path)  # the time of the directory, which survives a restart
+                os.utime(path)
         return self._in_memory[name]
 
     def describe(self, name: str) -> dict[str, Any]:
@@ -158,25 +161,18 @@ class Documents:
         `used` is the time in seconds since 1970, and `bytes` those that the document takes in memory, or in the
         directory if it is only there.
         """
-        found: dict[str, dict[str, Any]] = {
-            name: {"bytes": one.prefix.held_bytes, "tokens": one.num_tokens, "in_memory": True}
-            for name, one in self._in_memory.items()
-        }
-        if self._directory is not None:
-            for path in self._directory.iterdir():
-                if _ID.fullmatch(path.name) and path.is_dir() and path.name not in found:
-                    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-                    found[path.name] = {"bytes": size, "tokens": None, "in_memory": False}
-        described = [
-            {"id": name, "object": "document", "used": int(self._last_use(name)), **values}
-            for name, values in found.items()
-        ]
-        return sorted(described, key=lambda one: one["used"], reverse=True)
-
-    def _last_use(self, name: str) -> float:
-        """Returns the time of a document's last use, which the time of its directory is, if there is one."""
-        path = self._path(name)
-        return self._used.get(name, 0) if name in self._used or path is None else path.stat().st_mtime
+        described = []
+        for name in sorted(self._used, key=self._used.__getitem__, reverse=True):
+            document, path = self._in_memory.get(name), self._path(name)
+            if document is not None:
+                size, tokens = document.prefix.held_bytes, document.num_tokens
+            elif path is not None and path.is_dir():
+                size, tokens = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()), None
+            else:  # its directory was removed
+                continue
+            values = {"used": int(self._used[name]), "bytes": size, "tokens": tokens, "in_memory": document is not None}
+            described.append({"id": name, "object": "document", **values})
+        return described
 
     def kept(self, name: str) -> dict[str, Any]:
         """Returns the share of the text's tokens that every KV head of every layer holds."""
