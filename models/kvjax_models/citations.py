@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 import kvjax
+from kvjax.policy import Policy
 from kvjax_models.formats.tokenizer import Streamer, Tokenizer
 from kvjax_models.model.llama import DecoderLayer
 from kvjax_models.model.recurrent import RecurrentState
@@ -143,8 +144,8 @@ def cited_heads(prefix: Prefix, profile: Profile | None) -> list[tuple[int, int]
         raise ValueError("cite=True needs a document on a single device; load the model without a mesh")
     full: list[tuple[int, int]] = []
     for layer, (policy, spec) in enumerate(zip(prefix.generator.policies, prefix.generator.specs, strict=True)):
-        by_head = policy.policies if isinstance(policy, kvjax.ByHead) else (policy,) * spec.kv_heads
-        full += [(layer, head) for head, one in enumerate(by_head) if isinstance(one, kvjax.Exact)]
+        heads = range(spec.kv_heads) if isinstance(policy, kvjax.Exact) else _exact_heads(policy)
+        full += [(layer, head) for head in heads]
     if profile is not None:
         ranked = profile.ranked_heads()
         full = [head for head in ranked[: max(int(MAX_FULL_SHARE * len(ranked)), 1)] if head in full]
@@ -155,6 +156,17 @@ def cited_heads(prefix: Prefix, profile: Profile | None) -> list[tuple[int, int]
             'window, with "auto" or heads="auto"'
         )
     return full
+
+
+def _exact_heads(policy: Policy) -> list[int]:
+    """Returns the KV heads that keep every token, of a layer with a policy for each head."""
+    by_head = policy.policies if isinstance(policy, kvjax.ByHead) else ()
+    return [head for head, one in enumerate(by_head) if isinstance(one, kvjax.Exact)]
+
+
+def has_exact_head(policy: Policy) -> bool:
+    """Returns whether a KV head of a layer keeps every token."""
+    return isinstance(policy, kvjax.Exact) or bool(_exact_heads(policy))
 
 
 def attention_to_text(

@@ -21,7 +21,7 @@ from kvjax_models.formats import chat_template
 from kvjax_models.model.quantized import WeightDtype
 from kvjax_models.prefix import Prefix
 from kvjax_models.runner.auto_policy import DEFAULT_BUDGET, NamedPolicy
-from kvjax_models.runner.sampling import Sampling
+from kvjax_models.runner.sampling import Sampling, SamplingOptions
 from kvjax_models.runner.state import check_seed
 
 
@@ -116,6 +116,7 @@ class GenerationOptions(ModelOptions):
     repetition_penalty: float = 1.0  # Divides the logits of tokens of prompt and answer; 1 for none.
     presence_penalty: float = 0.0  # Subtracted from the logits of tokens of the answer.
     frequency_penalty: float = 0.0  # Subtracted for every occurrence of a token in the answer.
+    json_schema: str | None = None  # JSON schema of an answer that is a JSON value.
     allow_beyond_context: bool = False  # Only warn if a sequence exceeds the model's context length.
     template_options: str | None = None  # JSON object of the chat template's variables: {"enable_thinking": false}
     quiet: bool = False  # Print neither progress nor a summary on standard error.
@@ -123,7 +124,8 @@ class GenerationOptions(ModelOptions):
     @property
     def sampling(self) -> Sampling:
         """The sampling parameters."""
-        return Sampling(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Sampling)[:-1]})
+        names = {field.name for field in dataclasses.fields(self)} & SamplingOptions.__annotations__.keys()
+        return Sampling(**{name: getattr(self, name) for name in names})
 
     def cache(self, llm: language_model.LanguageModel) -> CachedModel:
         """Returns the model with the options of its KV cache."""

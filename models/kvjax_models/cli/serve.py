@@ -41,6 +41,8 @@ class Serve(ModelOptions):
     warm_up: bool = True  # Compile the programs of usual requests before the server is ready.
     conversations: int = 16  # Answers whose caches are kept for the next turn, in the memory that others leave.
     documents_dir: str | None = None  # Directory in which documents are saved; they survive a restart.
+    documents_bytes: str | None = None  # Maximum size of that directory (16GiB); further documents are refused.
+    stream_interval: int = 1  # Tokens of a part of a streamed answer; more are a little faster.
     name: str | None = None  # Name of the model in requests; by default the last part of --model.
     host: str = "127.0.0.1"  # Address to listen on.
     port: int = 8080  # Port to listen on.
@@ -76,6 +78,8 @@ class Serve(ModelOptions):
             conversations=self.conversations,
             warm_up=self.warm_up,
             documents_dir=self.documents_dir,
+            documents_bytes=self._find_documents_bytes(),
+            stream_interval=self.stream_interval,
             cache_bytes=_parse_bytes("cache_bytes", self.cache_bytes),
         )
         access = Access(
@@ -133,7 +137,7 @@ class Serve(ModelOptions):
         Raises:
             ValueError: if one is invalid.
         """
-        positive = ("rows", "max_prompt_tokens", "max_new_tokens", "max_queue", "shutdown_seconds")
+        positive = ("rows", "max_prompt_tokens", "max_new_tokens", "max_queue", "stream_interval", "shutdown_seconds")
         for name, minimum in (*((name, 1) for name in positive), ("conversations", 0)):
             value = getattr(self, name)
             if value is not None and value < minimum:
@@ -151,6 +155,14 @@ class Serve(ModelOptions):
                 raise ValueError(
                     f"--allow_origin={origin} must be a scheme with a host, such as https://app.example, or *"
                 )
+
+    def _find_documents_bytes(self) -> int | None:
+        """Returns the maximum size of the directory of documents."""
+        if self.documents_bytes is None:
+            return None
+        if self.documents_dir is None:
+            raise ValueError("--documents_bytes requires --documents_dir")
+        return _parse_bytes("documents_bytes", self.documents_bytes)
 
     def _find_key(self) -> str | None:
         """Returns the key that clients must send; None for no check.
@@ -198,7 +210,7 @@ def _describe_address(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-_LIBRARIES = ("starlette", "uvicorn", "msgspec", "prometheus_client")
+_LIBRARIES = ("starlette", "uvicorn", "msgspec", "prometheus_client", "python_multipart", "llguidance")
 
 
 def _parse_bytes(name: str, text: str) -> int:

@@ -16,6 +16,7 @@ but for the rounding of products whose shapes depend on the rows in use.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -41,6 +42,7 @@ from kvjax_models.runner.state import GenerationState, check_seed, commit_to_dev
 from kvjax_models.sharding import mesh_of, replicate
 from kvjax_models.stopwatch import Stopwatch
 
+MIN_STEPS = 8  # decode steps of running rows between two turns of prefill, if `max_prefill_tokens` limits these
 _BLOCK = 2**20  # decode steps of a call that ends with a block
 
 
@@ -96,9 +98,10 @@ class Engine:
             rows: maximum number of rows in use.
             max_bytes: maximum bytes of all rows' caches: a request waits until the bytes that its row may come to take
                 fit. None for no limit.
-            max_prefill_tokens: tokens that are prefilled between two calls of a decode program, at least one layer of a
-                batch. By default all rows that fit are filled first, which maximizes throughput.
+            max_prefill_tokens: tokens that are prefilled between at least `MIN_STEPS` decode steps of running rows, at
+                least one layer of a batch. By default all rows that fit are filled first, which maximizes throughput.
             stream_interval: tokens after which a step returns within a block; by default a step is an entire block.
+                While a row has a constraint (`Sampling.json_schema`), a step is one token.
 
         Raises:
             ValueError: if batch rows are sharded or an argument is invalid.
@@ -134,6 +137,7 @@ class Engine:
         self.prefill_seconds = self.decode_seconds = 0.0
         self._peak: dict[str, int] = {}
         self._is_short = False
+        self._steps_since_prefill = MIN_STEPS
         self._plans: dict[Plan | None, int] = {}  # by the order of their first use
 
     @property
@@ -224,14 +228,15 @@ class Engine:
         limit = self._checks.limit(tokens, prefix, max_new_tokens, fit_context=fit_context)
         check_seed(seed)
         prompt_seed = seed if prompt_seed is None else int(check_seed(prompt_seed))
-        number, stops = self._next_number, check_stop(stop)
+        number, stops, constraint = self._next_number, check_stop(stop), self._checks.constraint(sampling)
         request = Request(number, tokens, prefix, sampling, stops, limit, seed, prompt_seed, keep)
         sizes = self._checks.sizes_of(request, room)
         sizes[-1].check_context(request.num_tokens + limit)
         check_bytes(sizes, self.max_bytes)
         self._next_number += 1
         self._prompt_tokens += len(tokens)
-        self._sequences[number] = RunningSequence(request, sizes, AnswerText(self._tokenizer, request.context, stops))
+        answer = AnswerText(self._tokenizer, request.context, stops)
+        self._sequences[number] = RunningSequence(request, sizes, answer, constraint)
         self._scheduler.add(waiting(request, sizes, batches_prompts=self._batches_prompts))
         return number
 
@@ -293,10 +298,14 @@ class Engine:
         watch = Stopwatch()
         tokens = 0.0
         self._place_rows()
-        while self._max_prefill_tokens is None or tokens < self._max_prefill_tokens:
+        limit = math.inf if self._max_prefill_tokens is None else self._max_prefill_tokens
+        if self._groups and self._steps_since_prefill < MIN_STEPS and self._max_prefill_tokens is not None:
+            limit = 0
+        while tokens < limit:
             if self._prefill is None and not self._start_prefill():
                 break
             tokens += self._continue_prefill()
+            self._steps_since_prefill = 0
         self.prefill_seconds += watch.seconds
         watch = Stopwatch()
         outputs, self._finished = self._finished, []
@@ -545,23 +554,45 @@ class Engine:
     # --- decoding ---
 
     def _decode(self) -> list[Output]:
-        """Decodes up to a block in all rows."""
+        """Decodes up to a block in all rows, or one token if the next ones of a row depend on it."""
+        outputs = self._constrain()
         if not self._groups:
-            return []
+            return outputs
+        is_constrained = any(one.constraint is not None for one in self._sequences.values())
+        steps = 1 if is_constrained else self._stream_interval or _BLOCK
         shapes = [group.shape for group in self._groups]
-        steps = min(self._stream_interval or _BLOCK, *(group.steps_left for group in self._groups))
-        outputs: list[Output] = []
+        num_steps = min(steps, *(group.steps_left for group in self._groups))
         for indices in self._mixes.split(shapes):
-            outputs += self._decode_together([self._groups[index] for index in indices])
+            outputs += self._decode_together([self._groups[index] for index in indices], steps)
         if self.num_programs < MAX_PROGRAMS:
-            self._mixes.count(shapes, steps)
+            self._mixes.count(shapes, num_steps)
+        self._steps_since_prefill += num_steps
         self._groups = [group for group in self._groups if group.used]
         return outputs
 
-    def _decode_together(self, groups: Sequence[Group]) -> list[Output]:
-        """Decodes the rows of groups by one program."""
+    def _constrain(self) -> list[Output]:
+        """Sets the tokens that rows with a constraint may choose; returns the outputs of those that cannot go on."""
+        outputs: list[Output] = []
+        for group in [*self._groups]:
+            allowed: dict[int, np.ndarray] = {}
+            for row, number in group.used.items():
+                sequence = self._sequences[number]
+                if sequence.constraint is None:
+                    continue
+                try:
+                    allowed[row] = sequence.constraint.allowed()
+                except ValueError as error:
+                    sequence.answer.finish()
+                    outputs.append(Output(number, sequence.answer.take(True), [], "error", error=str(error)))
+                    self._end(number)
+            if allowed and group.used:
+                group.allow(allowed)
+        return outputs
+
+    def _decode_together(self, groups: Sequence[Group], steps: int) -> list[Output]:
+        """Decodes up to some tokens in the rows of groups by one program."""
         self._programs.add(tuple(group.shape for group in groups))
-        sampled = decode_together(groups, self._stream_interval or _BLOCK)
+        sampled = decode_together(groups, steps)
         outputs: list[Output] = []
         for group, tokens in zip(groups, sampled, strict=True):
             done, faults = group.finished()
@@ -594,6 +625,9 @@ class Engine:
             reason = "stop"
         elif is_done:
             reason = "length"
+        if (constraint := sequence.constraint) is not None:
+            constraint.push(tokens)
+            reason = "stop" if constraint.is_complete else reason
         prefix = None
         if reason is not None:
             answer.finish()

@@ -5,7 +5,7 @@ A state of rows is changed layer by layer, so that the old and the new entries o
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -153,6 +153,19 @@ class Group:
             self._state = dataclasses.replace(state, layers=self._state.layers)
 
     # --- steps ---
+
+    def allow(self, tokens: Mapping[int, Int[np.ndarray, "W"]]) -> None:
+        """Sets the tokens that rows may choose next; the others may choose any.
+
+        Args:
+            tokens: tokens by row, a bit each.
+        """
+        before = self._state.sampling.allowed
+        allowed = np.full(before.shape, -1, np.int32)
+        for row, mask in tokens.items():
+            allowed[row] = mask
+        sampling = dataclasses.replace(self._state.sampling, allowed=jax.device_put(allowed, before.sharding))
+        self._state = dataclasses.replace(self._state, sampling=sampling)
 
     def finished(self) -> tuple[Bool[np.ndarray, "B"], Bool[np.ndarray, "B"]]:
         """Returns which rows are finished, and which have faults."""

@@ -13,6 +13,7 @@ from kvjax_models.model.llama import Llama
 from kvjax_models.prefix import Prefix, RowSizes
 from kvjax_models.prompts import Prompt, TemplateOptions, encode_prompt, is_tokens
 from kvjax_models.runner.answer_text import AnswerText
+from kvjax_models.runner.constraints import Constraint, constraint_of
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.sampling import Sampling
 
@@ -96,11 +97,13 @@ class RunningSequence:
         sizes: the sizes that its row has in turn.
         level: which of them it has.
         answer: the new text.
+        constraint: what may follow it; None for any tokens.
     """
 
     request: Request
     sizes: tuple[Generator, ...]
     answer: AnswerText
+    constraint: Constraint | None = None
     level: int = 0
 
     @property
@@ -140,6 +143,13 @@ class RequestChecks:
         if isinstance(prefix, Prefix):
             raise TypeError(f"a prompt after a prefix must be token ids, got {type(prompt).__name__}")
         return tuple(prefix.encode(cast(Prompt, prompt)))
+
+    def constraint(self, sampling: Sampling) -> Constraint | None:
+        """Returns the constraint of an answer; see `constraint_of`."""
+        vocab_size = self._model.config.vocab_size
+        if sampling.logit_bias and (token := sampling.logit_bias[-1][0]) >= vocab_size:
+            raise ValueError(f"logit_bias has token {token}; the model has tokens 0 to {vocab_size - 1}")
+        return constraint_of(sampling, self._tokenizer, vocab_size)
 
     def limit(
         self, tokens: Sequence[int], prefix: Prefix | None, max_new_tokens: int | None, *, fit_context: bool

@@ -9,9 +9,10 @@ accumulates the result in its state, and raises an error when it reads the state
 
 import dataclasses
 import functools
+import json
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +28,17 @@ from kvjax_models.sharding import constrain_replicated
 MIN_TEMPERATURE = 1e-30  # far above the smallest float32 numbers, which devices flush to zero
 MAX_LOGPROBS = 20  # most likely tokens whose log-probabilities a request may ask for, as in OpenAI's interface
 _MAX_PENALTY = 2.0  # of presence and frequency, as in OpenAI's interface
+_MAX_BIAS, _MAX_BIASES = 100.0, 300  # of a token, and tokens with one, as in OpenAI's interface
+_ALL = -1  # a word of `RowSampling.allowed` with every bit
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How the tokens of a sequence are chosen.
 
-    Penalties change the logits first, then temperature, top_k, top_p and min_p apply in this order, as in transformers.
-    Among equal logits, the smaller token id counts as more likely, so that top_k keeps exactly k tokens.
+    Penalties change the logits first, then the bias is added and tokens that a schema does not allow are excluded; then
+    temperature, top_k, top_p and min_p apply in this order, as in transformers. Among equal logits, the smaller
+    token id counts as more likely, so that top_k keeps exactly k tokens.
 
     Attributes:
         temperature: divisor of the logits; 0 selects the most likely token and needs no randomness.
@@ -47,6 +51,10 @@ class Sampling:
         frequency_penalty: subtracted for every occurrence in the answer, -2 to 2.
         logprobs: number of most likely tokens, up to 20, whose log-probabilities are returned with each new token,
             before penalties and temperature; None: no log-probabilities.
+        json_schema: schema of a JSON value that is the entire answer, as a dictionary or JSON; {"type": "object"} for
+            any object. It is written as `json.dumps` does, with the properties in the order of the schema.
+        grammar: grammar in the Lark form of llguidance that the entire answer matches. At most one of the two.
+        logit_bias: added to the logits of up to 300 tokens, -100 to 100, by token id.
     """
 
     temperature: float = 0.0
@@ -57,6 +65,9 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logprobs: int | None = None
+    json_schema: Any = None  # a dictionary or JSON; JSON once it is checked
+    grammar: str | None = None
+    logit_bias: Any = ()  # a mapping; a tuple of pairs once it is checked
 
     def __post_init__(self) -> None:
         """Checks the parameters.
@@ -90,6 +101,42 @@ class Sampling:
             raise ValueError(
                 f"logprobs={shorten(self.logprobs)} must be an integer from 0 to {MAX_LOGPROBS}, or None for none"
             )
+        if self.json_schema is not None and self.grammar is not None:
+            raise ValueError("an answer has either a json_schema or a grammar")
+        # Hashable, because requests with equal parameters share the prefill of a prompt.
+        object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the answer has a schema or a grammar."""
+        return self.json_schema is not None or self.grammar is not None
+
+
+def _schema_text(schema: Any) -> str | None:
+    """Returns a schema as JSON."""
+    if schema is None:
+        return None
+    try:
+        value = json.loads(schema) if isinstance(schema, str) else schema
+        if isinstance(value, Mapping):
+            return json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        pass
+    raise ValueError(f"json_schema={shorten(schema)} must be a JSON object: a dictionary, or its text")
+
+
+def _biases(bias: Any) -> tuple[tuple[int, float], ...]:
+    """Returns the bias of every token, in order."""
+    items = [*(bias.items() if isinstance(bias, Mapping) else bias)]
+    for token, value in items:
+        if not (_is_integer(token) and token >= 0 and is_number(value) and abs(value) <= _MAX_BIAS):
+            raise ValueError(
+                f"logit_bias={shorten(bias)} must map token ids to numbers from -{_MAX_BIAS:g} to {_MAX_BIAS:g}"
+            )
+    if len(items) > _MAX_BIASES:
+        raise ValueError(f"logit_bias has {len(items)} tokens; it may have up to {_MAX_BIASES}")
+    return tuple(sorted((int(token), float(value)) for token, value in items))
 
 
 GREEDY = Sampling()
@@ -106,6 +153,9 @@ class SamplingOptions(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     logprobs: int | None
+    json_schema: Mapping[str, Any] | str | None
+    grammar: str | None
+    logit_bias: Mapping[int, float]
 
 
 def _is_integer(value: object) -> bool:
@@ -125,7 +175,15 @@ class RowSampling:
     frequency_penalty: Float[Array, "B"]
     logprobs: Int[Array, "B"]  # int32; -1: none
     in_prompt: Bool[Array, "B V"]  # tokens that occur in the prompt
+    bias_tokens: Int[Array, "B N"]  # int32 tokens with a bias
+    biases: Float[Array, "B N"]  # 0: none
+    allowed: Int[Array, "B W"]  # int32, a bit for every token that may come next, the lowest one first
     counts: Int[Array, "B V"]  # int32, how often each token occurs in the answer
+
+
+def num_words(vocab_size: int) -> int:
+    """Returns the length of `RowSampling.allowed`."""
+    return -(-vocab_size // 32)
 
 
 def row_sampling(samplings: Sequence[Sampling], vocab_size: int, mesh: Mesh | None = None) -> RowSampling:
@@ -144,6 +202,11 @@ def row_sampling(samplings: Sequence[Sampling], vocab_size: int, mesh: Mesh | No
         values = (getattr(one, name) for one in samplings)
         return np.array([default if value is None else value for value in values], dtype)
 
+    bias_tokens = np.zeros((len(samplings), _MAX_BIASES), np.int32)
+    biases = np.zeros((len(samplings), _MAX_BIASES), np.float32)
+    for row, one in enumerate(samplings):
+        for index, (token, value) in enumerate(one.logit_bias):
+            bias_tokens[row, index], biases[row, index] = token, value
     columns = {
         "temperature": column("temperature", 0),
         "top_k": np.minimum(column("top_k", 0, np.int64), vocab_size).astype(np.int32),
@@ -153,6 +216,9 @@ def row_sampling(samplings: Sequence[Sampling], vocab_size: int, mesh: Mesh | No
         "presence_penalty": column("presence_penalty", 0),
         "frequency_penalty": column("frequency_penalty", 0),
         "logprobs": column("logprobs", -1, np.int32),
+        "bias_tokens": bias_tokens,
+        "biases": biases,
+        "allowed": np.full((len(samplings), num_words(vocab_size)), _ALL, np.int32),
     }
     return _without_tokens(columns, vocab_size, mesh)
 
@@ -222,6 +288,8 @@ def sample(logits: Float[Array, "B V"], keys: Key[Array, "B"], sampling: RowSamp
         (sampling.presence_penalty != 0) | (sampling.frequency_penalty != 0) | (sampling.repetition_penalty != 1)
     )
     scores = jax.lax.cond(jnp.any(penalizes), _penalize, lambda logits, _: logits, logits, sampling)
+    scores = jax.lax.cond(jnp.any(sampling.biases != 0), _add_bias, lambda scores, _: scores, scores, sampling)
+    scores = jax.lax.cond(jnp.any(sampling.allowed != _ALL), _mask, lambda scores, _: scores, scores, sampling)
     draws = sampling.temperature > 0
     token = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     token = jax.lax.cond(jnp.any(draws), lambda: jnp.where(draws, _draw(scores, keys, sampling), token), lambda: token)
@@ -244,6 +312,18 @@ def _penalize(logits: Float[Array, "B V"], sampling: RowSampling) -> Float[Array
         - sampling.presence_penalty[:, None] * occurs
         - sampling.frequency_penalty[:, None] * sampling.counts.astype(jnp.float32)
     )
+
+
+def _add_bias(logits: Float[Array, "B V"], sampling: RowSampling) -> Float[Array, "B V"]:
+    return jax.vmap(lambda row, tokens, values: row.at[tokens].add(values))(
+        logits, sampling.bias_tokens, sampling.biases
+    )
+
+
+def _mask(logits: Float[Array, "B V"], sampling: RowSampling) -> Float[Array, "B V"]:
+    """Replaces the logits of tokens that are not allowed by -inf."""
+    bits = (sampling.allowed[:, :, None] >> jnp.arange(32)) & 1
+    return jnp.where(bits.reshape(len(logits), -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
 
 
 def _draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], sampling: RowSampling) -> Int[Array, "B"]:

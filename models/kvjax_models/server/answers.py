@@ -11,6 +11,7 @@ import msgspec
 from kvjax_models.citations import Citation
 from kvjax_models.engine import Completion, Output, TokenLogprobs
 from kvjax_models.formats.tokenizer import Tokenizer
+from kvjax_models.tools import CallReader, Form, ToolCall
 
 _MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have; as in OpenAI's interface
 
@@ -63,7 +64,9 @@ class Format:
         id: id of the answer.
     """
 
-    def __init__(self, token_bytes: TokenBytes, model: str, *, is_chat: bool, num_top: int | None) -> None:
+    def __init__(
+        self, token_bytes: TokenBytes, model: str, *, is_chat: bool, num_top: int | None, call_form: Form | None = None
+    ) -> None:
         """Creates a format.
 
         Args:
@@ -71,8 +74,11 @@ class Format:
             model: name of the model.
             is_chat: whether the request is a chat completion.
             num_top: number of alternatives of each token; None without log-probabilities.
+            call_form: how the model writes calls of tools; None if it may not call any.
         """
         self._token_bytes, self._is_chat, self._num_top = token_bytes, is_chat, num_top
+        self._call_form = call_form
+        self._readers: dict[int, CallReader] = {}  # of the choices
         self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
         self._has_role: set[int] = set()
@@ -102,25 +108,43 @@ class Format:
         """Returns an entire choice."""
         content: dict[str, Any] = {"text": completion.text}
         if self._is_chat:
-            content = {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
+            text, calls = self._read_calls(completion.number, completion.text, is_finished=True)
+            message = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+            content = {"message": message | ({"tool_calls": [_call_as_json(one) for one in calls]} if calls else {})}
         if completion.citations is not None:
             content |= {"citations": citations_as_json(completion.citations)}
         return self._choice(completion, content)
 
-    def delta(self, output: Output) -> dict[str, Any]:
-        """Returns a part of a choice; the first one of a chat completion has the role."""
-        index, content = output.number, dict[str, Any](text=output.text)
-        if self._is_chat:
-            delta = {"content": output.text} if output.text or index not in self._has_role else {}
-            if index not in self._has_role:
-                delta = {"role": "assistant", **delta}
-                self._has_role.add(index)
-            content = {"delta": delta}
-        return self._choice(output, content)
+    def delta(self, output: Output) -> dict[str, Any] | None:
+        """Returns a part of a choice; None for nothing new. The first one of a chat completion has the role."""
+        index, is_finished = output.number, output.finish_reason is not None
+        if not self._is_chat:
+            is_empty = not (output.text or is_finished or output.logprobs)
+            return None if is_empty else self._choice(output, {"text": output.text})
+        text, calls = self._read_calls(index, output.text, is_finished=is_finished)
+        if not (text or calls or is_finished or output.logprobs):
+            return None
+        delta: dict[str, Any] = {"content": text} if text or not (calls or index in self._has_role) else {}
+        if calls:
+            first = len(self._readers[index].calls) - len(calls)
+            delta["tool_calls"] = [{"index": first + place, **_call_as_json(one)} for place, one in enumerate(calls)]
+        if index not in self._has_role:
+            delta = {"role": "assistant", **delta}
+            self._has_role.add(index)
+        return self._choice(output, {"delta": delta})
+
+    def _read_calls(self, index: int, text: str, *, is_finished: bool) -> tuple[str, list[ToolCall]]:
+        """Returns the new text and the new calls of a choice."""
+        if self._call_form is None:
+            return text, []
+        reader = self._readers.setdefault(index, CallReader(self._call_form))
+        return reader.push(text, is_finished=is_finished)
 
     def _choice(self, part: Completion | Output, content: dict[str, Any]) -> dict[str, Any]:
-        logprobs = self._logprobs(part.number, part.logprobs)
-        return {"index": part.number, **content, "logprobs": logprobs, "finish_reason": part.finish_reason}
+        logprobs, reason = self._logprobs(part.number, part.logprobs), part.finish_reason
+        if reason == "stop" and part.number in self._readers and self._readers[part.number].calls:
+            reason = "tool_calls"  # type: ignore[assignment]
+        return {"index": part.number, **content, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, index: int, items: Sequence[TokenLogprobs] | None) -> dict[str, Any] | None:
         if items is None or self._num_top is None:
@@ -159,6 +183,10 @@ class Format:
 def event(values: Any) -> bytes:
     """Returns a server-sent event with JSON."""
     return b"data: " + msgspec.json.encode(values) + b"\n\n"
+
+
+def _call_as_json(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def citations_as_json(citations: Sequence[Citation]) -> list[dict[str, Any]]:

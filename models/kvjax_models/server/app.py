@@ -6,12 +6,14 @@ import dataclasses
 import pathlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
+from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -22,6 +24,8 @@ from kvjax_models.citations import Citation
 from kvjax_models.document import Document
 from kvjax_models.engine import Collector, Output
 from kvjax_models.runner.answer_text import check_stop
+from kvjax_models.runner.constraints import constraint_of
+from kvjax_models.runner.sampling import Sampling
 from kvjax_models.server import schema
 from kvjax_models.server.answers import Format, TokenBytes, citations_as_json, event
 from kvjax_models.server.conversations import digests
@@ -31,6 +35,7 @@ from kvjax_models.server.log import RequestLog, add_details, report
 from kvjax_models.server.metrics import Metrics
 from kvjax_models.server.responses import EventStream, error_response, json_response, unless_disconnected
 from kvjax_models.server.worker import Job, Worker, unavailable
+from kvjax_models.tokenized_model import TokenizedModel
 
 _Cite = Callable[[Job, int, Sequence[int]], Awaitable[tuple[Citation, ...]]]  # of an answer by its number and tokens
 _PAGE = pathlib.Path(__file__).with_name("page.html")
@@ -115,7 +120,8 @@ class _Handlers:
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/documents", self.post_document, methods=["POST"]),
             Route("/v1/documents", self.documents),
-            Route("/v1/documents/{name}/kept", self.document),
+            Route("/v1/documents/{name}/kept", self.document_part),
+            Route("/v1/documents/{name}/text", self.document_part),
             Route("/v1/documents/{name:path}", self.document, methods=["GET", "DELETE"]),
         ]
 
@@ -154,9 +160,7 @@ class _Handlers:
 
     async def post_document(self, request: Request) -> Response:
         self._check_ready()
-        data = await self._read_body(request)
-        # The time to parse and to encode grows with the size of a body; streams and /health must not wait for it.
-        body = await asyncio.to_thread(schema.parse, schema.DocumentRequest, data)
+        body = await self._parse_document(request)
         documents = self._worker.documents
         assert documents is not None
         if self._worker.num_readings >= self._worker.settings.max_queue:
@@ -164,10 +168,21 @@ class _Handlers:
         content = await asyncio.to_thread(body.content)
         arguments = content, body.chat_template_kwargs, body.parse_special
         await asyncio.to_thread(documents.check_text, *arguments)
-        steps = documents.read(body.id, *arguments)
+        steps = documents.read(body.id, *arguments, full_cache=body.full_cache)
         values = await unless_disconnected(request, self._worker.read(steps))
         add_details(request.scope, f"{values['tokens']} tokens read")
         return json_response(values)
+
+    async def _parse_document(self, request: Request) -> schema.DocumentRequest:
+        """Returns a text that is sent as JSON, as text/plain, or as a file of a form."""
+        data = await self._read_body(request)
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind == "text/plain":
+            return schema.text_document(data, dict(request.query_params))
+        if kind == "multipart/form-data":
+            return await _parse_form(request, data)
+        # The time to parse and to encode grows with the size of a body; streams and /health must not wait for it.
+        return await asyncio.to_thread(schema.parse, schema.DocumentRequest, data)
 
     async def documents(self, request: Request) -> Response:
         self._check_ready()
@@ -177,9 +192,16 @@ class _Handlers:
 
     async def document(self, request: Request) -> Response:
         self._check_ready()
-        documents, is_kept = self._worker.documents, request.url.path.endswith("/kept")
+        documents = self._worker.documents
         assert documents is not None
-        function = documents.delete if request.method == "DELETE" else documents.kept if is_kept else documents.describe
+        function = documents.delete if request.method == "DELETE" else documents.describe
+        return json_response(await self._worker.call(function, request.path_params["name"]))
+
+    async def document_part(self, request: Request) -> Response:
+        self._check_ready()
+        documents = self._worker.documents
+        assert documents is not None
+        function = documents.kept if request.url.path.endswith("/kept") else documents.text
         return json_response(await self._worker.call(function, request.path_params["name"]))
 
     # --- completions ---
@@ -213,7 +235,17 @@ class _Handlers:
             self._metrics.first_token.observe(time.monotonic() - start)
             is_chat = kind is schema.ChatRequest
             assert self._token_bytes is not None
-            form = Format(self._token_bytes, self._model_name, is_chat=is_chat, num_top=body.num_top_logprobs)
+            assert self._worker.cache is not None
+            call_form = (
+                body.call_form(self._worker.cache.llm.tokenizer) if isinstance(body, schema.ChatRequest) else None
+            )
+            form = Format(
+                self._token_bytes,
+                self._model_name,
+                is_chat=is_chat,
+                num_top=body.num_top_logprobs,
+                call_form=call_form,
+            )
             cite = self._cite if body.cite else None
             if body.stream:
                 has_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -236,9 +268,9 @@ class _Handlers:
             raise RequestError("stream_options requires stream=true", param="stream_options")
         if body.cite and body.document is None:
             raise RequestError("citations refer to a document; name one", param="cite")
-        sampling, stop = body.sampling(), check_stop(body.stop)
         worker = self._worker
         assert worker.cache is not None and worker.documents is not None
+        sampling, stop = await asyncio.to_thread(_sampling, body, worker.cache.llm), check_stop(body.stop)
         document = None if body.document is None else await worker.call(worker.documents.get, body.document)
         if document is not None and body.cite:
             await worker.call(document.check_citable)  # before the answer, which would be lost
@@ -315,6 +347,30 @@ class _Handlers:
         except TimeoutError:
             raise RequestError(f"the body did not arrive within {_BODY_SECONDS} seconds", 408) from None
         return b"".join(parts)
+
+
+async def _parse_form(request: Request, data: bytes) -> schema.DocumentRequest:
+    """Returns the text of the field `file` of a form, with the other fields of a document."""
+
+    async def parts() -> AsyncGenerator[bytes]:
+        yield data
+
+    try:
+        form = await MultiPartParser(request.headers, parts(), max_files=1).parse()
+    except MultiPartException as error:
+        raise RequestError(f"the form cannot be read: {error.message}") from None
+    fields = {name: value for name, value in form.items() if isinstance(value, str)}
+    file = form.get("file")
+    if not isinstance(file, UploadFile):
+        raise RequestError("the form has no file in its field 'file'", param="file")
+    return schema.text_document(await file.read(), fields)
+
+
+def _sampling(body: schema.ChatRequest | schema.CompletionRequest, llm: TokenizedModel) -> Sampling:
+    """Returns the sampling parameters; compiles the grammar of a constrained answer, which may take a second."""
+    sampling = body.sampling(llm.tokenizer)
+    constraint_of(sampling, llm.tokenizer, llm.model.config.vocab_size)
+    return sampling
 
 
 def _full_queue(state: str) -> RequestError:
@@ -400,8 +456,7 @@ async def _events(
     try:
         async for output in _outputs(job, first, usage):
             tokens.setdefault(output.number, []).extend(output.tokens)
-            if output.text or output.finish_reason is not None or output.logprobs:
-                part = form.delta(output)
+            if (part := form.delta(output)) is not None:
                 if output.finish_reason is not None and cite is not None:
                     part["citations"] = citations_as_json(await cite(job, output.number, tokens[output.number]))
                 yield form.chunk([part], None)

@@ -8,13 +8,14 @@ All methods but `check_text` are called in the worker's thread.
 
 import collections
 import contextlib
+import dataclasses
 import os
 import pathlib
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import filelock
@@ -25,6 +26,7 @@ from kvjax_models import atomic_io
 from kvjax_models.cache import CachedModel, encode_text, open_document, read_steps
 from kvjax_models.document import Document
 from kvjax_models.prompts import Prompt, TemplateOptions
+from kvjax_models.runner.auto_policy import cache_options
 from kvjax_models.server.conversations import Conversations
 from kvjax_models.server.errors import RequestError
 from kvjax_models.server.log import logger
@@ -167,12 +169,16 @@ class Documents:
             if document is not None:
                 size, tokens = document.prefix.held_bytes, document.num_tokens
             elif path is not None and path.is_dir():
-                size, tokens = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()), None
+                size, tokens = _file_bytes(path), None
             else:  # its directory was removed
                 continue
             values = {"used": int(self._used[name]), "bytes": size, "tokens": tokens, "in_memory": document is not None}
             described.append({"id": name, "object": "document", **values})
         return described
+
+    def text(self, name: str) -> dict[str, Any]:
+        """Returns the text of a document, to which citations refer."""
+        return {"id": name, "object": "document.text", "text": self.get(name).text}
 
     def kept(self, name: str) -> dict[str, Any]:
         """Returns the share of the text's tokens that every KV head of every layer holds."""
@@ -201,7 +207,13 @@ class Documents:
             )
 
     def read(
-        self, name: str | None, text: Prompt, template_options: TemplateOptions, parse_special: bool | None
+        self,
+        name: str | None,
+        text: Prompt,
+        template_options: TemplateOptions,
+        parse_special: bool | None,
+        *,
+        full_cache: bool = False,
     ) -> Iterator[dict[str, Any] | None]:
         """Compresses a text in steps, and saves the document.
 
@@ -210,31 +222,52 @@ class Documents:
             text: the text, or a conversation.
             template_options: variables of the chat template.
             parse_special: whether special tokens in the text are parsed; None for the server's option.
+            full_cache: whether the text is also held in a full cache, by a document whose id ends with "-full".
 
         Yields:
             None after every step, finally the sizes of the document.
 
         Raises:
-            RequestError: if the id is invalid or taken, or the document does not fit or cannot be saved.
+            RequestError: if the id is invalid or taken, or a document does not fit or cannot be saved, which leaves
+                none.
         """
         start = time.monotonic()
         name = f"doc_{secrets.token_urlsafe(24)}" if name is None else name
-        path = self._path(name)
-        if name in self._in_memory or (path is not None and path.exists()):
-            raise RequestError(f"document {name!r} exists; delete it first", 409, param="id", code="document_exists")
-        cache = with_special(self._cache, parse_special)
-        options: dict[str, Any] = {"max_new_tokens": self._settings.max_new_tokens}
-        for documents in read_steps([cache], text, **options, template_options=template_options):
-            if documents is None:
+        names, caches = [name], [with_special(self._cache, parse_special)]
+        if full_cache:
+            names.append(f"{name}-full")
+            policy, budget, heads = cache_options("exact", None, None)
+            if self._cache.policy == policy:
+                raise RequestError("the policy of this server is a full cache; leave it out", param="full_cache")
+            options: dict[str, Any] = {"policy": policy, "budget": budget, "heads": heads, "kv_dtype": None}
+            caches.append(dataclasses.replace(caches[0], **options))
+        for one in names:
+            path = self._path(one)
+            if one in self._in_memory or (path is not None and path.exists()):
+                raise RequestError(f"document {one!r} exists; delete it first", 409, param="id", code="document_exists")
+        options = {"max_new_tokens": self._settings.max_new_tokens}
+        documents: Sequence[Document] = ()
+        for result in read_steps(caches, text, **options, template_options=template_options):
+            if result is None:
                 yield None
-                continue
-            document = documents[0].with_tokenizer(self._cache.llm.tokenizer)
-            self._check_bytes(document)
-            if path is not None:
-                self._save(document, path)
-            self._insert(name, document)
+            else:
+                documents = [one.with_tokenizer(self._cache.llm.tokenizer) for one in result]
+        try:
+            for one, document in zip(names, documents, strict=True):
+                self._check_bytes(document)
+                if (path := self._path(one)) is not None:
+                    self._save(document, path)
+                self._insert(one, document)
+                self._used[one] = time.time()
+        except RequestError:
+            for one in names:
+                with contextlib.suppress(RequestError):
+                    self.delete(one)
+            raise
+        for document in documents:
             yield from self._warm_up(document)
-        yield self.describe(name) | {"seconds": round(time.monotonic() - start, 3)}
+        described = self.describe(name) | {"seconds": round(time.monotonic() - start, 3)}
+        yield described | ({"full_cache": names[1]} if full_cache else {})
 
     def delete(self, name: str) -> dict[str, Any]:
         """Deletes a document; requests that use it go on.
@@ -293,9 +326,29 @@ class Documents:
         partial = path.with_name(f"{_PARTIAL}{path.name}")
         try:
             document.save(partial)
+            self._check_directory()
             os.rename(partial, path)
             atomic_io.fsync(path.parent)
+        except RequestError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         except Exception as error:  # a full disk, and what orbax makes of it
             shutil.rmtree(partial, ignore_errors=True)
             logger.exception("document %s cannot be saved", path.name)
             raise RequestError("the document could not be saved; the server's log has the reason", 507) from error
+
+    def _check_directory(self) -> None:
+        """Checks that all files fit into the directory."""
+        limit = self._settings.documents_bytes
+        if limit is not None and self._directory is not None and (size := _file_bytes(self._directory)) > limit:
+            raise RequestError(
+                f"the documents would take {format_bytes(size)}, more than documents_bytes={format_bytes(limit)}; "
+                "delete others",
+                507,
+                code="documents_full",
+            )
+
+
+def _file_bytes(path: pathlib.Path) -> int:
+    """Returns the bytes of the files in a directory."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -6,14 +6,18 @@ ask for nothing. Every other field is refused by name, because the answer would 
 
 import dataclasses
 import functools
+import json
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from kvjax_models.citations import SEPARATOR
+from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.prompts import Message
 from kvjax_models.runner.sampling import Sampling
 from kvjax_models.server.errors import RequestError
+from kvjax_models.tools import Form, Tool, form_of
 
 if TYPE_CHECKING:
     from kvjax_models.cache import CachedModel
@@ -33,20 +37,24 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # values that ask for nothing
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "logit_bias": ({},),
     "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
     "reuse": (False,),
 }
 _UNSUPPORTED = {
-    "tools": "this server does not call tools",
-    "response_format": "this server does not constrain answers; only {'type': 'text'} is possible",
+    "tools": "only chat completions call tools",
+    "functions": "it is deprecated; use tools",
+    "function_call": "it is deprecated; use tool_choice",
     "reuse": "only chat completions continue earlier answers",
 }
 
+
+_KINDS = {  # what the types of some parts may be
+    r"\.content\[\d+\]\.type`": "this server reads text only, as parts of type 'text'",
+    r"\.tools\[\d+\]\.type`": "the client's functions are the only tools",
+}
 
 _Tokens = Annotated[int, msgspec.Meta(ge=1)]
 _Empty = Annotated[list[Any], msgspec.Meta(max_length=0)]
@@ -59,26 +67,110 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag
     text: str
 
 
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    """Name and arguments, as JSON, of a call."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class CalledTool(msgspec.Struct, forbid_unknown_fields=True):
+    """A call in an earlier answer."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+    def as_call(self) -> dict[str, Any]:
+        """Returns the call as chat templates take it: with its arguments as an object."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise RequestError("arguments of tool_calls must be a JSON object in a string", param="messages")
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"type": "function", "function": function} | ({} if self.id is None else {"id": self.id})
+
+
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A message; fields of answers that clients send back must be null or empty."""
+    """A message; fields of answers that clients send back without use must be null or empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
+    tool_calls: list[CalledTool] = []
+    tool_call_id: str | None = None
     refusal: _Empty = ()  # type: ignore[assignment]
     annotations: _Empty = ()  # type: ignore[assignment]
     audio: _Empty = ()  # type: ignore[assignment]
     function_call: _Empty = ()  # type: ignore[assignment]
-    tool_calls: _Empty = ()  # type: ignore[assignment]
 
     def as_message(self) -> Message:
-        """Returns role, content as text, and the name if there is one."""
+        """Returns role, content as text, and what else the message has, as chat templates take it."""
         content = self.content
         if content is None and self.role != "assistant":
             raise RequestError("content of messages must be a text or a list of text parts", param="messages")
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
-        return {"role": self.role, "content": content or ""} | ({} if self.name is None else {"name": self.name})
+        message: dict[str, Any] = {"role": self.role, "content": content or ""}
+        message |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
+        if self.tool_calls:
+            message["tool_calls"] = [one.as_call() for one in self.tool_calls]
+        return message
+
+
+class Function(msgspec.Struct, forbid_unknown_fields=True):
+    """A function of the client."""
+
+    name: Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # calls always follow the schema
+
+
+class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    """A tool that the model may call; other types are refused."""
+
+    function: Function
+
+    def as_option(self) -> dict[str, Any]:
+        """Returns the tool as chat templates take it."""
+        function: dict[str, Any] = {"name": self.function.name, "description": self.function.description or ""}
+        function["parameters"] = self.function.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": function}
+
+
+class _Named(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    """The tool that the model must call."""
+
+    function: _Named
+
+
+class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Any answer."""
+
+
+class ObjectFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    """An answer that is any JSON object."""
+
+
+class _Schema(msgspec.Struct, forbid_unknown_fields=True, rename={"content": "schema"}):
+    name: str | None = None
+    content: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None  # answers always follow the schema
+
+
+class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """An answer that is JSON with a schema."""
+
+    json_schema: _Schema
 
 
 _Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
@@ -108,6 +200,8 @@ class _Generation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stop: _Stop | Annotated[list[_Stop], msgspec.Meta(max_length=16)] = ()  # type: ignore[assignment]
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
+    logit_bias: dict[str, float] = {}
+    response_format: TextFormat | ObjectFormat | SchemaFormat = TextFormat()
     document: str | None = None
     cite: bool = False
     parse_special: bool | None = None
@@ -117,8 +211,17 @@ class _Generation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """Number of alternatives of each token; None without log-probabilities."""
         raise NotImplementedError
 
-    def sampling(self) -> Sampling:
+    @property
+    def json_schema(self) -> dict[str, Any] | None:
+        """The schema of the answer; None for any text."""
+        if isinstance(self.response_format, SchemaFormat):
+            return self.response_format.json_schema.content or {"type": "object"}
+        return {"type": "object"} if isinstance(self.response_format, ObjectFormat) else None
+
+    def sampling(self, tokenizer: Tokenizer) -> Sampling:
         """Returns the sampling parameters; invalid ones raise a ValueError."""
+        if wrong := next((one for one in self.logit_bias if not one.isdecimal()), None):
+            raise RequestError(f"logit_bias has the key {wrong[:100]!r}; keys are token ids", param="logit_bias")
         return Sampling(
             temperature=self.temperature,
             top_k=None if self.top_k in (0, -1) else self.top_k,  # as in vLLM and llama.cpp: all tokens
@@ -128,7 +231,13 @@ class _Generation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logprobs=self.num_top_logprobs,
+            logit_bias={int(token): value for token, value in self.logit_bias.items()},
+            **self.constraint(tokenizer),
         )
+
+    def constraint(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """Returns the schema or the grammar of the answer, as `Sampling` has them."""
+        return {"json_schema": self.json_schema}
 
 
 class ChatRequest(_Generation, kw_only=True):
@@ -140,6 +249,9 @@ class ChatRequest(_Generation, kw_only=True):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reuse: bool | None = None  # by default where it changes no answer
+    tools: list[FunctionTool] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -151,6 +263,48 @@ class ChatRequest(_Generation, kw_only=True):
     def as_messages(self) -> list[Message]:
         """Returns the messages; an invalid one raises a RequestError."""
         return [message.as_message() for message in self.messages]
+
+    def call_form(self, tokenizer: Tokenizer) -> Form | None:
+        """Returns how the model writes calls of tools; None if it may not call any.
+
+        Raises:
+            RequestError: if that is not known for the model, or tools and another field exclude each other.
+        """
+        if not self.tools or self.tool_choice == "none":
+            if self.tool_choice not in ("none", "auto"):
+                raise RequestError("tool_choice requires tools", param="tool_choice")
+            return None
+        if self.document is not None:
+            raise RequestError("tools and a document exclude each other", param="tools")
+        if (form := form_of(tokenizer.chat_template)) is None:
+            raise RequestError(
+                "the chat template of this model has no tools, or calls in another form than those of Hermes and Qwen, "
+                "Llama 3 and Mistral",
+                param="tools",
+            )
+        return form
+
+    def constraint(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """As for other requests; with tools, a grammar of calls."""
+        if (form := self.call_form(tokenizer)) is None:
+            return super().constraint(tokenizer)
+        choice = self.tool_choice
+        tools = [one.function for one in self.tools]
+        if isinstance(choice, NamedTool):
+            tools = [one for one in tools if one.name == choice.function.name]
+            if not tools:
+                raise RequestError(
+                    f"tool_choice names {choice.function.name[:100]!r}, which is no tool", param="tool_choice"
+                )
+        return {
+            "grammar": form.grammar(
+                [Tool(one.name, one.parameters or {}) for one in tools],
+                tokenizer,
+                is_required=choice != "auto",
+                is_parallel=self.parallel_tool_calls,
+                answer_schema=self.json_schema,
+            )
+        }
 
     def limit(self) -> int | None:
         """Returns the maximum number of new tokens; `max_tokens` is the deprecated name."""
@@ -166,12 +320,18 @@ class ChatRequest(_Generation, kw_only=True):
         Raises:
             RequestError: if messages are invalid.
         """
-        messages = self.as_messages()
+        messages, options = self.as_messages(), self.chat_template_kwargs
         if document is None:
-            return [llm.encode(messages, self.chat_template_kwargs)]
+            if self.tools and self.tool_choice != "none":
+                options = {**(options or {}), "tools": [one.as_option() for one in self.tools]}
+            return [llm.encode(messages, options)]
         if document.messages is None:  # the model has no chat template
             raise RequestError("this document is a plain text; ask it at /v1/completions", param="document")
-        return [document.encode(messages, template_options=self.chat_template_kwargs)]
+        if len(messages) > 1 and messages[0]["role"] in ("system", "developer") and messages[1]["role"] == "user":
+            # The text is read already, so instructions precede the question.
+            texts = [message["content"] for message in messages[:2]]
+            messages = [{**messages[1], "content": SEPARATOR.join(texts)}, *messages[2:]]
+        return [document.encode(messages, template_options=options)]
 
 
 class CompletionRequest(_Generation, kw_only=True):
@@ -219,13 +379,14 @@ class CompletionRequest(_Generation, kw_only=True):
 
 
 class DocumentRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of a new document: one of `text` and `messages`."""
+    """The body of a new document: one of `text` and `messages`; `full_cache` also makes one with a full cache."""
 
     id: str | None = None
     text: str | None = None
     messages: _Messages | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     parse_special: bool | None = None
+    full_cache: bool = False
 
     def content(self) -> str | list[Message]:
         """Returns the text or the conversation.
@@ -240,6 +401,31 @@ class DocumentRequest(msgspec.Struct, forbid_unknown_fields=True):
         if not self.text:
             raise RequestError("text is empty", param="text")
         return self.text
+
+
+def text_document(data: bytes, fields: dict[str, str]) -> DocumentRequest:
+    """Returns the request of a document whose text is sent as it is.
+
+    Args:
+        data: the text, in UTF-8.
+        fields: `id` and `full_cache`, as text.
+
+    Raises:
+        RequestError: if it is no text, or a field is not known.
+    """
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise RequestError(
+            "the file is not a text in UTF-8; other formats, such as PDF, must be converted", param="file"
+        )
+    if unknown := next((name for name in fields if name not in ("id", "full_cache")), None):
+        raise RequestError(f"field {unknown[:100]!r} is not supported; remove it", param=unknown[:100])
+    if (full_cache := fields.get("full_cache", "false")) not in ("true", "false"):
+        raise RequestError(f"full_cache={full_cache[:100]!r} must be true or false", param="full_cache")
+    return DocumentRequest(id=fields.get("id"), text=text, full_cache=full_cache == "true")
 
 
 def with_special(cache: "CachedModel", parse_special: bool | None) -> "CachedModel":
@@ -287,5 +473,9 @@ def parse(kind: type[T], body: bytes) -> T:
     try:
         return msgspec.convert(values, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        param = re.search(r"`\$\.([^`\[.]*)", str(error)) or re.search(r"field `([^`]*)`", str(error))
-        raise RequestError(str(error), param=param and param[1]) from None
+        message = str(error)
+        param = re.search(r"`\$\.([^`\[.]*)", message) or re.search(r"field `([^`]*)`", message)
+        for place, reason in _KINDS.items():
+            if re.search(place, message):
+                message += f"; {reason}"
+        raise RequestError(message, param=param and param[1]) from None

@@ -16,6 +16,7 @@ class Settings:
         max_prefill_tokens: see `Engine`.
         stream_interval: see `Engine`.
         documents_dir: directory of saved documents; None to keep them in memory only.
+        documents_bytes: maximum bytes of that directory; None for no limit.
         cache_bytes: maximum bytes of all caches: of rows, documents and conversations; None for no limit. Rows take
             precedence over conversations.
         conversations: maximum number of answers whose caches further turns continue.
@@ -27,8 +28,9 @@ class Settings:
     max_new_tokens: int = 1024
     max_queue: int = 64
     max_prefill_tokens: int = 1024
-    stream_interval: int = 8
+    stream_interval: int = 1
     documents_dir: str | None = None
+    documents_bytes: int | None = None
     cache_bytes: int | None = None
     conversations: int = 16
     warm_up: bool = True

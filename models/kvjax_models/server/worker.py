@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import kvjax
 from kvjax.budget import format_bytes
 from kvjax_models.cache import CachedModel
+from kvjax_models.citations import has_exact_head
 from kvjax_models.document import Document
 from kvjax_models.engine import Engine, Output, seed_of_prompt
 from kvjax_models.prefix import Prefix
@@ -36,7 +37,9 @@ _PROMPT_TOKENS = 8192  # of a prompt by default
 _WARM_PROMPTS = ([64], [256], [512], [768], [1024], [1536], [2048], [64, 64], [64, 64, 64, 64])
 _WARM_QUESTIONS = ([24], [24, 24])  # of questions to a document
 _WARM_TOKENS = 33
-_LIMITS = ("rows", "max_prompt_tokens", "max_new_tokens", "max_queue", "cache_bytes", "conversations")
+_LIMITS = (
+    "rows", "max_prompt_tokens", "max_new_tokens", "max_queue", "cache_bytes", "documents_bytes", "conversations"
+)  # fmt: skip
 
 
 @dataclasses.dataclass(eq=False)
@@ -307,6 +310,7 @@ class Worker:
             "budget": None if cache.budget is None else str(cache.budget),
             "kv_dtype": None if formats is None else str(formats),
             "has_head_budgets": cache.heads is not None,
+            "can_cite": self._longest.mesh is None and any(map(has_exact_head, self._longest.policies)),
             **limits,
             "row_bytes": self._longest.row_bytes,
         }
