@@ -564,48 +564,64 @@ def test_k12_the_page_shows_answers_as_text(server):
     assert server.request("GET", "/") == (200, page)
     assert "default-src 'none'" in server.headers["content-security-policy"]
     assert not re.search("innerHTML|outerHTML|insertAdjacentHTML|document.write|eval", page)
-    assert not re.search(r"(src|href)=.?https?:|@import|url\(", page) and page.count("\n") <= 300
+    assert not re.search(r"(src|href)=.?https?:|@import|url\(", page) and page.count("\n") <= 800
 
 
-# The page in place of a browser: reads a text, asks, and prints the answer, the notes and the body of the request.
+# A browser of a few lines: reads a text, asks, continues an answer that was cut, and prints what the page shows.
 _RUN_PAGE = """
-const elements = {}, bodies = [], original = fetch;
-const make = () => ({style: {}, classList: {add() {}, remove() {}}, value: "", textContent: "", children: [],
-  addEventListener() {}, append(...all) { this.children.push(...all); }, prepend(one) { this.children.unshift(one); },
-  replaceChildren() { this.children = []; }, focus() {}});
-globalThis.document = {createElement: make, getElementById: (id) => elements[id] ??= make()};
-globalThis.fetch = (path, options) => { bodies.push(options.body); return original("URL" + path, options); };
+const elements = {}, requests = [], original = fetch;
+const make = () => ({style: {}, classList: {add() {}, remove() {}, toggle() {}}, value: "", textContent: "",
+  children: [], addEventListener() {}, append(...all) { this.children.push(...all); }, focus() {}, scrollTo() {},
+  replaceChildren(...all) { this.children = all; }, getBoundingClientRect: () => ({bottom: 0})});
+globalThis.window = {addEventListener() {}, scrollTo() {}, scrollBy() {}};
+globalThis.document = {createElement: make, getElementById: (id) => elements[id] ??= make(),
+  querySelectorAll: () => []};
+globalThis.location = {hash: ""};
+globalThis.history = {pushState() {}};
+globalThis.matchMedia = () => ({matches: true});
+globalThis.fetch = (path, options) => {
+  if (options?.body) requests.push(JSON.parse(options.body));
+  return original("URL" + path, options);
+};
 SCRIPT
 (async () => {
   at("text").value = "A boat sails.";
-  await read();
+  await readText();
   at("question").value = QUESTION;
   await ask();
-  const [, answer, note] = at("answers").children[0].children;
-  console.log(JSON.stringify([answer.textContent, note.textContent, at("problem").textContent, bodies.pop()]));
+  const {compressed} = turns[0].answers, {note, error, actions} = compressed.nodes;
+  const shown = [note, error, ...actions.children].map((node) => node.textContent), first = compressed.text;
+  if (shown.includes("Continue")) await generate(compressed);
+  console.log(JSON.stringify({shown, first, text: compressed.text, request: requests.pop()}));
 })();
 """
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="runs the page's script in node")
 @pytest.mark.parametrize(
-    ("prompt", "capacity", "limit", "note"),
+    ("prompt", "capacity", "note", "error", "button"),
     [
-        ("~", 600, 256, "The answer was cut: 256 tokens"),
-        ("?", 600, 256, "7 tokens"),
-        ("~", 64, None, "The answer was cut"),
+        ("~", 1000, "256 tokens", "", "Continue"),
+        ("?", 1000, "7 tokens", "", None),
+        ("~", 64, "", "The conversation is full", "New conversation"),
     ],
 )
-def test_the_page_limits_an_answer_and_says_when_it_was_cut(prompt, capacity, limit, note):
+def test_the_page_limits_an_answer_and_continues_it(prompt, capacity, note, error, button):
     with Server(make_llm(max_length=2000).cache(), {"max_new_tokens": capacity}) as server:
         page = _PAGE.read_text("utf-8")
         script = page.partition("<script>")[2].partition("</script>")[0]
         run = _RUN_PAGE.replace("URL", server.url).replace("QUESTION", json.dumps(prompt)).replace("SCRIPT", script)
         process = subprocess.run(["node", "-e", run], capture_output=True, text=True, timeout=120, check=False)
     assert process.returncode == 0, process.stderr
-    answer, actual, problem, data = json.loads(process.stdout)
-    assert actual.startswith(note) and answer and problem == ""
-    assert json.loads(data).get("max_tokens") == limit
+    page = json.loads(process.stdout)
+    assert page["shown"][0].startswith(note) and page["shown"][1].startswith(error)
+    assert page["first"] and page["shown"][2:] == ([] if button is None else [button])
+    request = page["request"]
+    if button == "Continue":
+        assert page["text"].startswith(page["first"]) and len(page["text"]) > len(page["first"])
+        assert request["messages"][-1] == {"role": "assistant", "content": page["first"]}
+        assert request["chat_template_kwargs"] == {"continue_final_message": True} and request["max_tokens"] == 256
+    assert ("max_tokens" in request) == (capacity > 256)
 
 
 # --- documents ---
