@@ -11,8 +11,10 @@
 - `questions`: questions to four documents of 2,000 tokens, which are read first.
 - `texts`: the same questions with the text in each prompt.
 - `bodies`: the longest time that /health takes while bodies of 4 and 5 MB arrive.
+- `json`: answers to random JSON schemas that get deeper; how many end, parse and validate, also without the schema.
 
-Each line has the seconds until the server was ready, the requests per second, the time to the first token, and the
+Each line has the seconds until the server was ready, the requests per second, the time to the first token and between
+two parts of an answer, and the
 resident memory of the server after each fifth of the requests. kvjax answers prompts and questions twice, because the
 first time compiles programs: `first_requests_per_second` is of that time. A row that stays occupied is an error.
 `--other` sends the same requests to another server with the same interface:
@@ -24,6 +26,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import http.client
+import itertools
 import json
 import pathlib
 import random
@@ -36,6 +39,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jsonschema
+
 from experiments.common.flags import Flags, repeatable, run_command
 from experiments.common.rounding import NEAR, answer_alone, gap_at
 from kvjax_models import language_model
@@ -46,7 +51,8 @@ from kvjax_models.runner.sampling import Sampling
 _WORDS = ("the", "ship", "left", "harbor", "before", "dawn", "while", "rain", "fell", "on", "quiet", "streets")
 _TEMPLATE_TOKENS = 35  # of the chat template; each word is a token
 _DOCUMENTS, _DOCUMENT_WORDS = 4, 2000
-_WORKLOADS = ("mixed", "chat", "prompts", "questions", "texts", "bodies")
+_WORKLOADS = ("mixed", "chat", "prompts", "questions", "texts", "bodies", "json")
+_MAX_DEPTH = 4  # of schemas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +108,8 @@ def measure(options: Options, command: str, policy: str | None) -> None:
         for workload in options.workload:
             if workload == "bodies":
                 lines[workload] = {"health_seconds": _health_beside_bodies(port)}
+            elif workload == "json":
+                lines[workload] = _measure_json(options, port, process)
             elif workload != "questions" or policy is not None:
                 requests, values = _prepare(options, workload, port)
                 if workload in ("prompts", "questions", "texts") and policy is not None:
@@ -159,6 +167,7 @@ def _send_all(
     seconds = time.monotonic() - start
     answers = [job.result() for job in jobs]
     first = [answer["first"] for answer in answers if answer["first"] is not None]
+    gaps = sorted(gap for answer in answers for gap in answer["gaps"]) or [0.0]
     return answers, {
         "requests": options.requests,
         "cancelled": sum(answer["text"] is None for answer in answers),
@@ -167,6 +176,8 @@ def _send_all(
         "median_seconds": _round(statistics.median(answer["seconds"] for answer in answers)),
         "first_token_median": _round(statistics.median(first)),
         "first_token_maximum": _round(max(first)),
+        "between_parts_median": _round(statistics.median(gaps)),
+        "between_parts_99_percent": _round(gaps[int(0.99 * len(gaps))]),
         "characters": sum(len(answer["text"] or "") for answer in answers),
         "resident_mebibytes": memory,
     }
@@ -210,9 +221,11 @@ def _chat(content: str) -> dict[str, Any]:
 
 
 def _send(port: int, request: dict[str, Any]) -> dict[str, Any]:
-    """Returns the text of an answer, None if it was cancelled, its seconds and those to its first part."""
+    """Returns the text of an answer, None if it was cancelled, how it ended, and its times."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=request["cancel_after"] or 3600)
-    start, first, text = time.monotonic(), None, ""
+    text: str | None = ""
+    start, times = time.monotonic(), list[float]()
+    reason: str | None = None
     body = request["body"]
     with contextlib.closing(connection):
         try:
@@ -227,12 +240,66 @@ def _send(port: int, request: dict[str, Any]) -> dict[str, Any]:
                     if not line.startswith(b"data: {"):
                         continue
                     choices = json.loads(line[6:])["choices"]
-                    text += "".join(choice["delta"].get("content") or "" for choice in choices)
-                    if text:
-                        first = first or time.monotonic() - start
+                    part = "".join(choice["delta"].get("content") or "" for choice in choices)
+                    reason = next((choice["finish_reason"] for choice in choices), reason)
+                    if part:
+                        times.append(time.monotonic())
+                    text = (text or "") + part
         except TimeoutError:
-            return {"text": None, "first": first, "seconds": time.monotonic() - start}
-    return {"text": text, "first": first, "seconds": _round(time.monotonic() - start)}
+            text = None
+    return {
+        "text": text,
+        "reason": reason,
+        "first": times[0] - start if times else None,
+        "gaps": [end - begin for begin, end in itertools.pairwise(times)],
+        "seconds": _round(time.monotonic() - start),
+    }
+
+
+def _measure_json(options: Options, port: int, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Returns how many answers are complete JSON of their schemas, with the schema as a constraint and without."""
+    schemas = [_schema(random.Random(f"{options.seed} {n}"), n % _MAX_DEPTH) for n in range(options.requests)]
+    values: dict[str, Any] = {}
+    for name in ("constrained", "free"):
+        requests = []
+        for number, schema in enumerate(schemas):
+            content = f"Invent something and describe it as JSON of this schema: {json.dumps(schema)}"
+            body = _chat(content) | {"seed": number, "max_tokens": 512, "temperature": 0, "stream": True}
+            if name == "constrained":
+                body["response_format"] = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema}}
+            requests.append({"body": body, "cancel_after": None})
+        answers, measured = _send_all(options, "json", requests, port, process)
+        valid = sum(_is_valid(answer["text"], schema) for answer, schema in zip(answers, schemas, strict=True))
+        ended = sum(answer["reason"] == "stop" for answer in answers)
+        values[name] = {"valid": valid, "ended": ended, "between_parts": measured["between_parts_median"]}
+    return {"requests": options.requests, **values}
+
+
+def _schema(rng: random.Random, depth: int) -> dict[str, Any]:
+    """Returns a random schema of an object, whose strings and arrays are bounded."""
+
+    def value(depth: int) -> dict[str, Any]:
+        kinds: list[dict[str, Any]] = [
+            {"type": "string", "maxLength": 20},
+            {"type": "integer", "minimum": 0, "maximum": 999},
+            {"type": "boolean"},
+            {"enum": rng.sample(_WORDS, 3)},
+        ]
+        if not depth:
+            return rng.choice(kinds)
+        return rng.choice([_schema(rng, depth - 1), {"type": "array", "items": value(depth - 1), "maxItems": 3}])
+
+    names = rng.sample(_WORDS, rng.randint(1, 3))
+    properties = {name: value(depth if name == names[0] else 0) for name in names}
+    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+
+
+def _is_valid(text: str, schema: dict[str, Any]) -> bool:
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
 
 
 def _health_beside_bodies(port: int) -> dict[str, float]:
