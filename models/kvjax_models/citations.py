@@ -142,10 +142,7 @@ def cited_heads(prefix: Prefix, profile: Profile | None) -> list[tuple[int, int]
     """
     if prefix.generator.mesh is not None:
         raise ValueError("cite=True needs a document on a single device; load the model without a mesh")
-    full: list[tuple[int, int]] = []
-    for layer, (policy, spec) in enumerate(zip(prefix.generator.policies, prefix.generator.specs, strict=True)):
-        heads = range(spec.kv_heads) if isinstance(policy, kvjax.Exact) else _exact_heads(policy)
-        full += [(layer, head) for head in heads]
+    full = [(layer, head) for layer, heads in enumerate(full_heads(prefix)) for head in heads]
     if profile is not None:
         ranked = profile.ranked_heads()
         full = [head for head in ranked[: max(int(MAX_FULL_SHARE * len(ranked)), 1)] if head in full]
@@ -158,15 +155,17 @@ def cited_heads(prefix: Prefix, profile: Profile | None) -> list[tuple[int, int]
     return full
 
 
-def _exact_heads(policy: Policy) -> list[int]:
-    """Returns the KV heads that keep every token, of a layer with a policy for each head."""
-    by_head = policy.policies if isinstance(policy, kvjax.ByHead) else ()
-    return [head for head, one in enumerate(by_head) if isinstance(one, kvjax.Exact)]
+def full_heads(prefix: Prefix) -> list[list[int]]:
+    """Returns the KV heads of every layer that keep every token."""
 
+    def of_layer(policy: Policy, kv_heads: int) -> list[int]:
+        if isinstance(policy, kvjax.Exact):
+            return [*range(kv_heads)]
+        by_head = policy.policies if isinstance(policy, kvjax.ByHead) else ()
+        return [head for head, one in enumerate(by_head) if isinstance(one, kvjax.Exact)]
 
-def has_exact_head(policy: Policy) -> bool:
-    """Returns whether a KV head of a layer keeps every token."""
-    return isinstance(policy, kvjax.Exact) or bool(_exact_heads(policy))
+    generator = prefix.generator
+    return [of_layer(policy, spec.kv_heads) for policy, spec in zip(generator.policies, generator.specs, strict=True)]
 
 
 def attention_to_text(

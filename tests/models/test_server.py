@@ -673,7 +673,8 @@ def test_answers_cite_the_document(monkeypatch):
     [expected], _ = document.ask(["Which ships?"], max_new_tokens=8, cite=True, return_details=True)
     with Server(cache) as server:
         assert refuse(server, cite=True)["param"] == "cite"
-        server.post("/v1/documents", id="d", text=TEXT_OF_DOCUMENT)
+        described = server.post("/v1/documents", id="d", text=TEXT_OF_DOCUMENT)[1]
+        assert described["can_cite"] and described["full_heads"] == described["heads"] == 4
         options = {"document": "d", "cite": True, "max_tokens": 8}
         choice = server.post(CHAT, **body(CHAT, "Which ships?", **options))[1]["choices"][0]
         assert choice["message"]["content"] == expected.text and len(choice["citations"]) == len(expected.citations) > 0
@@ -683,7 +684,8 @@ def test_answers_cite_the_document(monkeypatch):
         events = server.stream(CHAT, **body(CHAT, "Which ships?", **options))[1]
         assert events[-2]["choices"][0]["citations"] == choice["citations"]
     with Server(tiny.make_llm(tiny.TEMPLATE).cache("streaming_llm", "50%")) as server:
-        server.post("/v1/documents", id="d", text=TEXT_OF_DOCUMENT)
+        described = server.post("/v1/documents", id="d", text=TEXT_OF_DOCUMENT)[1]
+        assert not described["can_cite"] and described["full_heads"] == 0
         assert "retrieving heads that keep every token" in refuse(server, document="d", cite=True)["message"]
         assert server.metric("kvjax_new_tokens_total") == 0  # refused before an answer
 

@@ -24,6 +24,7 @@ import numpy as np
 from kvjax.budget import format_bytes
 from kvjax_models import atomic_io
 from kvjax_models.cache import CachedModel, encode_text, open_document, read_steps
+from kvjax_models.citations import full_heads
 from kvjax_models.document import Document
 from kvjax_models.prompts import Prompt, TemplateOptions
 from kvjax_models.runner.auto_policy import cache_options
@@ -146,8 +147,9 @@ class Documents:
         return self._in_memory[name]
 
     def describe(self, name: str) -> dict[str, Any]:
-        """Returns the sizes of a document."""
+        """Returns the sizes of a document, of how many KV heads it keeps every token, and whether answers can cite."""
         document = self.get(name)
+        generator, num_full_heads = document.prefix.generator, sum(map(len, full_heads(document.prefix)))
         return {
             "id": name,
             "object": "document",
@@ -155,6 +157,9 @@ class Documents:
             "max_new_tokens": document.max_new_tokens,
             "bytes": document.prefix.held_bytes,
             "full_cache_bytes": document.full_cache_bytes,
+            "full_heads": num_full_heads,
+            "heads": sum(spec.kv_heads for spec in generator.specs),
+            "can_cite": num_full_heads > 0 and generator.mesh is None,
         }
 
     def describe_all(self) -> list[dict[str, Any]]:

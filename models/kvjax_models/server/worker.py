@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import kvjax
 from kvjax.budget import format_bytes
 from kvjax_models.cache import CachedModel
-from kvjax_models.citations import has_exact_head
 from kvjax_models.document import Document
 from kvjax_models.engine import Engine, Output, seed_of_prompt
 from kvjax_models.prefix import Prefix
@@ -310,7 +309,6 @@ class Worker:
             "budget": None if cache.budget is None else str(cache.budget),
             "kv_dtype": None if formats is None else str(formats),
             "has_head_budgets": cache.heads is not None,
-            "can_cite": self._longest.mesh is None and any(map(has_exact_head, self._longest.policies)),
             **limits,
             "row_bytes": self._longest.row_bytes,
         }
