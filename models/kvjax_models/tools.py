@@ -12,14 +12,15 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.runner.constraints import JSON_STYLE
 
 _ID_CHARACTERS, _ID_LENGTH = string.ascii_letters + string.digits, 9  # Mistral's templates refuse other ids
-_BETWEEN = re.compile(r"(?:\[TOOL_CALLS\]|</?tool_call>|[\s,;\[\]])*")  # texts before, between and after calls
+_BETWEEN = re.compile(r"(?:\[TOOL_CALLS\]|</?tool_call>|```(?:json)?|[\s,;\[\]])*")  # before, between and after calls
+_MAX_CALLS = 8  # of an answer: small models repeat calls until the limit of tokens
 
 
 class Tool(NamedTuple):
@@ -56,11 +57,11 @@ class Form:
         arguments: name of the field with the arguments.
         mark: token or text before calls; "" if there is none.
         end: token or text after a call; "" if there is none.
-        one: rule of the grammar for a call, where MARK and END stand for these.
+        one: rule of the grammar for a call, where MARK and END stand for these, and MORE for further calls.
         several: rule for one call or several.
         bare: rule for calls without a mark, which models write, too; None if they are text.
         starts: texts with which calls start; an answer's text lacks a mark that is a special token.
-        first: texts with which calls start at the beginning of an answer.
+        first: texts with which calls start at the beginning of an answer. Some models write calls into a block of code.
     """
 
     arguments: str
@@ -94,12 +95,13 @@ class Form:
 
         def written(rule: str, mark: str = "") -> str:
             end = _terminal(self.end, tokenizer)
-            return rule.replace("MARK", mark, 1).replace("MARK", _terminal(self.mark, tokenizer)).replace("END", end)
+            rule = rule.replace("MARK", mark, 1).replace("MARK", _terminal(self.mark, tokenizer))
+            return rule.replace("END", end).replace("MORE", str(_MAX_CALLS - 1))
 
         calls = self.several if is_parallel else self.one
         rules = [f"calls: {written(calls, _terminal(self.mark, tokenizer))}"]
         text = "(?s:.*)" if self.bare is None else "[^{](?s:.*)"
-        bare = "" if self.bare is None else f" | {self.bare if is_parallel else 'call'}"
+        bare = "" if self.bare is None else f" | {written(self.bare) if is_parallel else 'call'}"
         if is_required:
             rules.append("start: calls")
         elif answer_schema is not None:
@@ -163,8 +165,7 @@ class Form:
         while end < len(text):
             try:
                 call, place = json.JSONDecoder().raw_decode(text, end)
-                arguments = call.get(self.arguments, {})
-                calls.append((str(call["name"]), json.dumps(arguments, ensure_ascii=False)))
+                calls.append((str(call["name"]), json.dumps(call.get(self.arguments, {}), ensure_ascii=False)))
             except (ValueError, LookupError, AttributeError, RecursionError):
                 break
             end = _length_between(text, place)
@@ -186,10 +187,11 @@ def _terminal(text: str, tokenizer: Tokenizer) -> str:
 
 _HERMES = Form(
     "arguments", "<tool_call>", "</tool_call>", r'MARK "\n" call "\n" END',
-    r'MARK "\n" call "\n" END ("\n" MARK "\n" call "\n" END)*', r'call ("\n" call)*', ("<tool_call>",), ('{"name": ',),
+    r'MARK "\n" call "\n" END ("\n" MARK "\n" call "\n" END){0,MORE}', r'call ("\n" call){0,MORE}', ("<tool_call>",),
+    ('{"name": ', "```json\n{"),
 )  # fmt: skip
 _MISTRAL = Form(
-    "arguments", "[TOOL_CALLS]", "", 'MARK " [" call "]"', 'MARK " [" call (", " call)* "]"',
+    "arguments", "[TOOL_CALLS]", "", 'MARK " [" call "]"', 'MARK " [" call (", " call){0,MORE} "]"',
     starts=("[TOOL_CALLS]", '[{"name": '),
 )  # fmt: skip
 _LLAMA3 = Form("parameters", "", "", "call", "call", "call", first=('{"name": ',))
@@ -214,13 +216,14 @@ class CallReader:
         calls: the calls up to now.
     """
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: Form, names: Collection[str]) -> None:
         """Starts an answer.
 
         Args:
             form: how calls are written.
+            names: names of the tools.
         """
-        self._form, self._text, self._num_taken = form, "", 0
+        self._form, self._names, self._text, self._num_taken = form, names, "", 0
         self.calls: list[ToolCall] = []
 
     def push(self, text: str, *, is_finished: bool) -> tuple[str, list[ToolCall]]:
@@ -238,6 +241,8 @@ class CallReader:
         new: list[ToolCall] = []
         if start is not None:
             calls, length = self._form.read(self._text[start:])
+            if any(name not in self._names for name, _ in calls):  # JSON of another kind
+                calls = []
             new = [ToolCall(_new_id(), *call) for call in calls[len(self.calls) :]]
             self.calls += new
             if is_finished:  # an incomplete call, or what follows the calls

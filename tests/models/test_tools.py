@@ -22,6 +22,7 @@ ADD = {
     "$defs": {"small": {"enum": [1, 2]}},
 }
 TOOLS = [Tool("add", ADD), Tool("now", {})]
+NAMES = ["add", "now"]
 ONE = {
     HERMES: '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 2}}\n</tool_call>',
     MISTRAL: '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 3, "b": 2}}]',
@@ -77,13 +78,26 @@ def test_hermes_calls_without_a_mark(tokenizer):
     grammar = form.grammar(TOOLS, tokenizer, is_required=False, is_parallel=True)
     text = '{"name": "now", "arguments": {}}\n{"name": "add", "arguments": {"a": 1, "b": 2}}'
     assert accepts(tokenizer, grammar, text)
-    reader = CallReader(form)
+    reader = CallReader(form, NAMES)
     assert reader.push(text, is_finished=True)[0] == "" and [one.name for one in reader.calls] == ["now", "add"]
+
+
+@pytest.mark.parametrize("name, is_call", [("add", True), ("other", False)])
+def test_a_block_of_code_may_be_a_call(name, is_call):
+    text = f'```json\n{{\n  "name": "{name}",\n  "arguments": {{"a": 1}}\n}}\n```'
+    for pieces in ([text], [*text]):
+        assert read(HERMES, pieces) == (("", [("add", {"a": 1})]) if is_call else (text, []))
+
+
+def test_the_number_of_calls_is_bounded(tokenizer):
+    form = form_of(HERMES)
+    grammar = form.grammar(TOOLS, tokenizer, is_required=True, is_parallel=True)
+    assert accepts(tokenizer, grammar, ONE[HERMES] + 7 * NOW) and not accepts(tokenizer, grammar, ONE[HERMES] + 8 * NOW)
 
 
 def read(template, pieces):
     """Returns the text and the calls of an answer in pieces."""
-    reader = CallReader(form_of(template))
+    reader = CallReader(form_of(template), NAMES)
     parts = [reader.push(piece, is_finished=number == len(pieces) - 1) for number, piece in enumerate(pieces)]
     assert [call for _, calls in parts for call in calls] == reader.calls
     return "".join(text for text, _ in parts), [(one.name, json.loads(one.arguments)) for one in reader.calls]
@@ -115,7 +129,7 @@ def test_a_call_that_is_cut_is_text(template):
 
 
 def test_calls_arrive_when_they_are_complete():
-    reader = CallReader(form_of(HERMES))
+    reader = CallReader(form_of(HERMES), NAMES)
     assert reader.push(ONE[HERMES] + NOW[:-15], is_finished=False)[1] == reader.calls and len(reader.calls) == 1
     assert reader.push(NOW[-15:], is_finished=True)[1] == reader.calls[1:] and len(reader.calls) == 2
     ids = [one.id for one in reader.calls]

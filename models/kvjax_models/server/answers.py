@@ -3,7 +3,7 @@
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from kvjax_models.engine import Completion, Output, TokenLogprobs
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.tools import CallReader, Form, ToolCall
 
+Calls = tuple[Form, Collection[str]]  # the form of calls, and the names of tools
 _MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have; as in OpenAI's interface
 
 
@@ -65,7 +66,7 @@ class Format:
     """
 
     def __init__(
-        self, token_bytes: TokenBytes, model: str, *, is_chat: bool, num_top: int | None, call_form: Form | None = None
+        self, token_bytes: TokenBytes, model: str, *, is_chat: bool, num_top: int | None, calls: Calls | None = None
     ) -> None:
         """Creates a format.
 
@@ -74,10 +75,10 @@ class Format:
             model: name of the model.
             is_chat: whether the request is a chat completion.
             num_top: number of alternatives of each token; None without log-probabilities.
-            call_form: how the model writes calls of tools; None if it may not call any.
+            calls: form of calls, and names of the tools; None if the model may not call any.
         """
         self._token_bytes, self._is_chat, self._num_top = token_bytes, is_chat, num_top
-        self._call_form = call_form
+        self._calls = calls
         self._readers: dict[int, CallReader] = {}  # of the choices
         self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
@@ -135,9 +136,9 @@ class Format:
 
     def _read_calls(self, index: int, text: str, *, is_finished: bool) -> tuple[str, list[ToolCall]]:
         """Returns the new text and the new calls of a choice."""
-        if self._call_form is None:
+        if self._calls is None:
             return text, []
-        reader = self._readers.setdefault(index, CallReader(self._call_form))
+        reader = self._readers.setdefault(index, CallReader(*self._calls))
         return reader.push(text, is_finished=is_finished)
 
     def _choice(self, part: Completion | Output, content: dict[str, Any]) -> dict[str, Any]:

@@ -236,16 +236,9 @@ class _Handlers:
             is_chat = kind is schema.ChatRequest
             assert self._token_bytes is not None
             assert self._worker.cache is not None
-            call_form = (
-                body.call_form(self._worker.cache.llm.tokenizer) if isinstance(body, schema.ChatRequest) else None
-            )
-            form = Format(
-                self._token_bytes,
-                self._model_name,
-                is_chat=is_chat,
-                num_top=body.num_top_logprobs,
-                call_form=call_form,
-            )
+            calls = body.calls(self._worker.cache.llm.tokenizer) if isinstance(body, schema.ChatRequest) else None
+            num_top = body.num_top_logprobs
+            form = Format(self._token_bytes, self._model_name, is_chat=is_chat, num_top=num_top, calls=calls)
             cite = self._cite if body.cite else None
             if body.stream:
                 has_usage = body.stream_options is not None and body.stream_options.include_usage

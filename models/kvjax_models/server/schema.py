@@ -284,6 +284,11 @@ class ChatRequest(_Generation, kw_only=True):
             )
         return form
 
+    def calls(self, tokenizer: Tokenizer) -> tuple[Form, list[str]] | None:
+        """Returns the form of calls and the names of the tools; None if the model may not call any."""
+        form = self.call_form(tokenizer)
+        return None if form is None else (form, [one.function.name for one in self.tools])
+
     def constraint(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """As for other requests; with tools, a grammar of calls."""
         if (form := self.call_form(tokenizer)) is None:
