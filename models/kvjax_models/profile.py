@@ -34,7 +34,7 @@ from tqdm import tqdm
 import kvjax
 from kvjax.combinators.head_budgets import Shares, retrieving_heads
 from kvjax.methods.top_k.kvzip import KVzip
-from kvjax_models import atomic_io, calibration_texts
+from kvjax_models import atomic_io
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import DecoderLayer, Llama
@@ -213,7 +213,7 @@ def measure(
     Args:
         model: the decoder.
         tokenizer: its tokenizer.
-        texts: texts, which are cut into parts of 1,024 tokens; `calibration_texts.texts()` by default.
+        texts: texts, which are cut into parts of 1,024 tokens; `calibration_texts()` by default.
         max_texts: maximum number of parts; with several texts, their parts take turns.
         progress: a function that is called after each layer of each part.
         scorer: whether to fit the scorer.
@@ -232,12 +232,45 @@ def measure(
         raise ValueError("every layer of the model has a sliding window; no head has a budget")
     if max_texts < 1:
         raise ValueError(f"max_texts={max_texts} must be at least 1")
-    sources = list(calibration_texts.texts().values()) if texts is None else texts
-    chunks = calibration_texts.make_chunks(tokenizer, sources, TOKENS, max_texts)
+    sources = calibration_texts() if texts is None else texts
+    chunks = make_chunks(tokenizer, sources, TOKENS, max_texts)
     chunks = [chunk for chunk in chunks if len(chunk) >= MIN_TOKENS]
     if not chunks:
         raise ValueError(f"the texts have fewer than {MIN_TOKENS} tokens; pass longer ones")
     return _measure_chunks(model, chunks, progress, ridge if scorer else None)
+
+
+def calibration_texts() -> list[str]:
+    """Returns a text of each kind: reference, records, story, source code, dialogue and prose."""
+    path = importlib.resources.files("kvjax_models") / "profiles" / "texts.txt"
+    return path.read_text(encoding="utf-8").split("\n\f\n")[1:]
+
+
+def make_chunks(tokenizer: Tokenizer, sources: Sequence[str], tokens: int, count: int) -> list[list[int]]:
+    """Encodes texts in chunks: the first chunk of each text, then the second one of each text, and so on.
+
+    Every chunk starts with the BOS token if the model has one. The last tokens of a text are left out unless the text
+    is shorter than a chunk.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        sources: the texts.
+        tokens: maximum number of tokens of a chunk.
+        count: maximum number of chunks.
+
+    Returns:
+        Token ids of each chunk.
+    """
+    prefix = list(tokenizer.prefix_ids)
+    size = tokens - len(prefix)
+    bodies: list[list[list[int]]] = []
+    for source in filter(None, sources):
+        ids = tokenizer.encode(source[: 20 * tokens * count])  # of long files, more than what is needed
+        ids = ids[len(prefix) :] if ids[: len(prefix)] == prefix else ids
+        bodies.append([ids[first : first + size] for first in range(0, max(len(ids) - size, 0) + 1, size)])
+    longest = max((len(body) for body in bodies), default=0)
+    interleaved = [body[number] for number in range(longest) for body in bodies if number < len(body)]
+    return [prefix + chunk for chunk in interleaved[:count]]
 
 
 def _measure_chunks(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax_models import calibration_texts, cli, profile
+from kvjax_models import cli, profile
 from kvjax_models.model.llama import Llama
 from kvjax_models.profile import FRACTIONS
 from kvjax_models.runner.prefill import prefill_layers
@@ -237,30 +237,17 @@ def test_shipped_profiles_fit_their_models(path):
     np.testing.assert_allclose(needs[:, sorted(full)].mean(axis=(1, 2)), FRACTIONS, atol=1e-3)
 
 
-def test_calibration_texts_are_the_same_in_every_run():
-    texts = calibration_texts.texts()
-    assert texts == calibration_texts.texts() and len(texts) == 6
-    assert all(len(text) > 40_000 for text in texts.values())  # at most 10 characters per token
+def test_calibration_texts_fill_all_chunks():
+    texts = profile.calibration_texts()
+    assert len(texts) == 6 and all(len(text) > 39_000 for text in texts)  # at most 10 characters per token
+    chunks = profile.make_chunks(tiny.make_llm().tokenizer, texts, profile.TOKENS, profile.TEXTS)
+    assert len(chunks) == profile.TEXTS and {len(chunk) for chunk in chunks} == {profile.TOKENS}
 
 
 def test_calibration_texts_contain_no_text_of_an_evaluation():
-    everything = " ".join(calibration_texts.texts().values())
+    everything = " ".join(profile.calibration_texts())
     assert not [text for text in FORBIDDEN if text.lower() in everything.lower()]
     assert not re.search(r"^#### \d", everything, re.MULTILINE)  # answers of GSM8K
-
-
-def test_installations_without_documentation_have_texts(monkeypatch, tmp_path):
-    """As in minimal packages of Python, which lack IDLE, its license and sources."""
-
-    def no_source(_):
-        raise OSError
-
-    monkeypatch.setattr(calibration_texts.sysconfig, "get_path", lambda _: str(tmp_path))
-    monkeypatch.setattr(calibration_texts.inspect, "getsource", no_source)
-    texts = calibration_texts.texts()
-    assert texts["source"] == "" and len(texts["prose"]) > 40_000
-    chunks = calibration_texts.make_chunks(tiny.make_llm().tokenizer, list(texts.values()), 1024, 24)
-    assert len(chunks) == 24 and {len(chunk) for chunk in chunks} == {1024}
 
 
 def test_chunks_of_texts_take_turns():
@@ -271,8 +258,8 @@ def test_chunks_of_texts_take_turns():
         assert all(chunk[:1] == bos for chunk in chunks)
         return [tokenizer.decode(chunk) for chunk in chunks]
 
-    assert decode(calibration_texts.make_chunks(tokenizer, texts, 4, 9)) == ["abc", "ABC", "123", "def", "456"]
-    assert decode(calibration_texts.make_chunks(tokenizer, texts, 6, 2)) == ["abcde", "ABC"]
+    assert decode(profile.make_chunks(tokenizer, texts, 4, 9)) == ["abc", "ABC", "123", "def", "456"]
+    assert decode(profile.make_chunks(tokenizer, texts, 6, 2)) == ["abcde", "ABC"]
 
 
 def test_the_command_saves_a_profile(tmp_path, capsys, cache_directory):
