@@ -55,8 +55,8 @@ class Form:
 
     Attributes:
         arguments: name of the field with the arguments.
-        mark: token or text before calls; "" if there is none.
-        end: token or text after a call; "" if there is none.
+        mark: token or text before calls, or "".
+        end: token or text after a call, or "".
         one: rule of the grammar for a call, where MARK and END stand for these, and MORE for further calls.
         several: rule for one call or several.
         bare: rule for calls without a mark, which models write, too; None if they are text.

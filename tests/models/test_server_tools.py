@@ -133,7 +133,9 @@ def test_answers_in_json(server):
 
 def test_biases(server):
     token = server.worker.cache.llm.tokenizer.backend.token_to_id("Fine")
-    answer = server.chat("Anything", temperature=0, logit_bias={str(token): 100})[1]  # whose next tokens are alike
+    answer = server.chat("Anything", temperature=0, logit_bias={str(token): 100})[
+        1
+    ]  # whose next tokens have equal logits
     assert answer["choices"][0]["message"]["content"] == "Fine."
 
 
@@ -143,7 +145,7 @@ def test_biases(server):
         ({"tools": [{"type": "web_search"}]}, "the client's functions are the only tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice requires tools"),
-        ({"tools": [NOW], "tool_choice": FORCED}, "'weather', which is no tool"),
+        ({"tools": [NOW], "tool_choice": FORCED}, "'weather', which is not among the tools"),
         ({"tools": [NOW], "document": "x"}, "exclude each other"),
         ({"tools": [{**NOW, "function": {"name": "f", "parameters": {"type": 3}}}]}, "is not possible"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}}, "Invalid type"),

@@ -38,7 +38,7 @@ class Constraint:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing but the end may follow."""
+        """Whether the answer is complete and cannot go on."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def allowed(self) -> Int[np.ndarray, "W"]:

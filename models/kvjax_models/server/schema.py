@@ -51,7 +51,7 @@ _UNSUPPORTED = {
 }
 
 
-_KINDS = {  # what the types of some parts may be
+_KINDS = {  # the possible types of some parts
     r"\.content\[\d+\]\.type`": "this server reads text only, as parts of type 'text'",
     r"\.tools\[\d+\]\.type`": "the client's functions are the only tools",
 }
@@ -278,8 +278,8 @@ class ChatRequest(_Generation, kw_only=True):
             raise RequestError("tools and a document exclude each other", param="tools")
         if (form := form_of(tokenizer.chat_template)) is None:
             raise RequestError(
-                "the chat template of this model has no tools, or calls in another form than those of Hermes and Qwen, "
-                "Llama 3 and Mistral",
+                "the chat template of this model has no tools, or another form of calls than Hermes, Qwen, Llama 3 and "
+                "Mistral",
                 param="tools",
             )
         return form
@@ -299,7 +299,8 @@ class ChatRequest(_Generation, kw_only=True):
             tools = [one for one in tools if one.name == choice.function.name]
             if not tools:
                 raise RequestError(
-                    f"tool_choice names {choice.function.name[:100]!r}, which is no tool", param="tool_choice"
+                    f"tool_choice names {choice.function.name[:100]!r}, which is not among the tools",
+                    param="tool_choice",
                 )
         return {
             "grammar": form.grammar(
@@ -409,14 +410,14 @@ class DocumentRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def text_document(data: bytes, fields: dict[str, str]) -> DocumentRequest:
-    """Returns the request of a document whose text is sent as it is.
+    """Returns the request of a document that is sent as plain text.
 
     Args:
         data: the text, in UTF-8.
         fields: `id` and `full_cache`, as text.
 
     Raises:
-        RequestError: if it is no text, or a field is not known.
+        RequestError: if it is not a text, or a field is not known.
     """
     try:
         text = data.decode("utf-8-sig")
