@@ -23,7 +23,6 @@ from kvjax.distributed.collectives import is_sequence_sharded
 from kvjax.partials import Partials
 from kvjax.quantization import QuantizedArray, dequantize, rotate, rotate_back
 from kvjax.segment import BlockSelection, BlockStoreRead, Segment, SegmentLike
-from kvjax.spec import check_sink_logits
 from pallas_kernels.weighted_decode import Entries, weighted_decode_many
 
 VMAP_QUERIES = 8  # up to this many queries retrieve blocks under vmap; a scan processes more of them
@@ -63,9 +62,6 @@ def attend_segments(
 
     Returns:
         The partial softmax, by token.
-
-    Raises:
-        ValueError: if heads or head dimensions do not fit.
     """
     return attend_with_stats(queries, segments, None, kv_heads=kv_heads, logit_cap=logit_cap, sink_logits=sink_logits)[
         0
@@ -149,8 +145,6 @@ HeadIndices = Int[Array, "H"] | Int[np.ndarray, "H"] | None  # KV heads of a seg
 
 def _query_heads(queries: Float[Array, "B T H_q D"], heads: HeadIndices, kv_heads: int) -> Any:
     """Returns an index of the query heads that read these KV heads of the layer."""
-    if queries.shape[2] % kv_heads:
-        raise ValueError(f"queries have {queries.shape[2]} heads, expected a multiple of kv_heads={kv_heads}")
     group = queries.shape[2] // kv_heads
     if heads is None:
         return slice(None)
@@ -247,17 +241,11 @@ def _entries(segment: Segment, logit_cap: float | None) -> Entries:
 def _kernel_queries(queries: Float[Array, "B T H_q D"], segment: Segment, kv_heads: int) -> Float[Array, "B H_kv R D"]:
     """Returns the queries of a segment's KV heads, RoPE changed where the segment asks for it."""
     queries = _queries_of(queries, segment.kv_heads, kv_heads)
-    batch, heads, _, head_dim = segment.keys.shape
-    if queries.shape[0] != batch or queries.shape[3] != head_dim or queries.shape[2] % heads:
-        raise ValueError(
-            f"queries [B, T, H_q, D] = {queries.shape} do not fit keys [B, H_kv, S, D] = {segment.keys.shape}: B and D "
-            "must be equal and H_q a multiple of H_kv"
-        )
     if segment.query_rope_angles is not None:
         angles = segment.query_rope_angles
         angles = jnp.broadcast_to(angles, (*queries.shape[:2], angles.shape[2]))
         queries = rope.rotate(queries, jnp.cos(angles), jnp.sin(angles))
-    return softmax.group_queries(queries, heads)
+    return softmax.group_queries(queries, segment.keys.shape[1])
 
 
 def _place_heads(
@@ -299,7 +287,6 @@ def _no_partials(queries: Float[Array, "B T H_q D"], width: int) -> Partials:
 
 def _sink_partials(queries: Float[Array, "B T H_q D"], sink_logits: Float[Array, "H_q"], width: int) -> Partials:
     """Returns the partial softmax of an attention sink, which has no value."""
-    check_sink_logits(sink_logits, queries.shape[2])
     logits = jnp.broadcast_to(sink_logits.astype(jnp.float32), queries.shape[:3])
     return Partials(logits, jnp.zeros((*queries.shape[:3], width)), jnp.ones(queries.shape[:3]))
 

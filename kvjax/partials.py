@@ -22,16 +22,11 @@ def merge(*partials: Partials) -> Partials:
     """Merges partial softmaxes; exact, associative and commutative up to rounding.
 
     Args:
-        *partials: partial softmaxes of disjoint entries.
+        *partials: partial softmaxes of disjoint entries, at least one.
 
     Returns:
         The partial softmax of all entries.
-
-    Raises:
-        ValueError: if no partial softmax is given.
     """
-    if not partials:
-        raise ValueError("merge needs at least one partial softmax, got none")
     return merge_partials(*partials)
 
 

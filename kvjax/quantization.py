@@ -131,11 +131,7 @@ def empty_quantized(
 
     Returns:
         The array.
-
-    Raises:
-        ValueError: if D does not fill an integer number of bytes.
     """
-    check_width(name, shape[-1])
     form = FORMATS[name]
     width = packing.packed_width(shape[-1], form.bits)
     offset = None if offset_shape is None else jnp.zeros(offset_shape, jnp.float32)

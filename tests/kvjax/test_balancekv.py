@@ -137,7 +137,7 @@ def test_needles_have_weight_one_from_layer_1_on():
 
 
 def bucket_tree(rng):
-    return merge_reduce.init_merge_reduce(rng, bins=4, bin_slots=8, key_dim=4, value_dim=3, tokens=64)
+    return merge_reduce.init_merge_reduce(rng, bins=4, bin_slots=8, key_dim=4, value_dim=3)
 
 
 @functools.partial(jax.jit, static_argnames="negligible")

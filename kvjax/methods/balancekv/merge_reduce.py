@@ -105,7 +105,6 @@ def init_merge_reduce(
     bin_slots: int,
     key_dim: int,
     value_dim: int | None,
-    tokens: int,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> MergeReduceTree:
     """Returns an empty tree.
@@ -116,20 +115,11 @@ def init_merge_reduce(
         bin_slots: slots of a bin, u = t / 2.
         key_dim: dimensions of keys.
         value_dim: dimensions of values; None for a tree without values.
-        tokens: maximum length of the stream.
         dtype: dtype of keys and values.
 
     Returns:
         The tree.
-
-    Raises:
-        ValueError: if a size is below 1 or there are too few bins for the stream.
     """
-    for name, size in {"bins": bins, "bin_slots": bin_slots}.items():
-        if size < 1:
-            raise ValueError(f"{name}={size} must be at least 1")
-    if bins < (needed := bins_needed(tokens, bin_slots)):
-        raise ValueError(f"bins={bins} of {bin_slots} slots cannot hold {tokens} tokens; pass at least {needed}")
     zero = jnp.zeros((), jnp.int32)
     slots = allocated_slots(bins * bin_slots)
     return MergeReduceTree(
@@ -165,12 +155,7 @@ def insert(
 
     Returns:
         The tree.
-
-    Raises:
-        ValueError: if values are missing or superfluous.
     """
-    if (values is None) != (tree.values is None):
-        raise ValueError("values must be passed if and only if the tree was initialized with a value_dim")
     tokens, bin_slots = keys.shape[0], tree.bin_slots
     count, items = jnp.int32(tokens), (keys, values)
     if valid is not None:

@@ -45,12 +45,7 @@ def init_value_buckets(
 
     Returns:
         The buckets.
-
-    Raises:
-        ValueError: if `buckets` is below 1.
     """
-    if buckets < 1:
-        raise ValueError(f"buckets={buckets} must be at least 1")
     trees = jax.vmap(init_tree)(jax.random.split(rng, buckets))
     return ValueBuckets(trees, jnp.zeros(()), lowest)
 
