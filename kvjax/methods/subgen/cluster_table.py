@@ -19,7 +19,8 @@ Reference:
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,8 @@ from kvjax.methods.subgen.padding import resize_slots
 from kvjax.spec import allocated_slots
 from kvjax.state import fault, kv_entries, state, static
 from pallas_kernels.argmin import min_and_argmin
+
+T = TypeVar("T")
 
 MAX_CLUSTERS = 2**14  # a growth of delta compares all pairs of them
 
@@ -86,8 +89,6 @@ def init_cluster_table(
 
     Args:
         clusters: maximum number of clusters.
-        key_dim: dimensions of keys.
-        dtype: dtype of centers and samples.
         rng: PRNG key of the stream.
         samples: samples per cluster, t.
         value_dim: dimensions of values; None for a stream of keys alone. With values, every cluster has a mean value.
@@ -143,6 +144,9 @@ class _Assignment(NamedTuple):
     size: Int[Array, ""]
     delta: Float[Array, ""]
     doublings: Int[Array, ""]
+    # The nearest center in a lower slot of every center. It saves most of the distances between centers when delta grows.
+    earlier: Int[Array, "M"]
+    gap: Float[Array, "M"]  # squared distance to it; inf if there is none, -1 if it is not known
 
 
 def extend(
@@ -160,8 +164,6 @@ def extend(
     or distances are tied within float32's resolution.
 
     Args:
-        table: the table.
-        keys: keys of the tokens.
         values: values of the tokens, if the table has values.
         valid: tokens that count; None for all.
         block: tokens that are assigned, and centers that are compared, at a time. Counts, radii, means and samples are
@@ -186,7 +188,8 @@ def extend(
     slots = jnp.arange(capacity, dtype=jnp.int32)
     occupied = slots < table.size
     slot_of_item = jnp.pad(slots, (0, valid.shape[0]))
-    start = _Assignment(slots, slot_of_item, table.size, table.delta, table.doublings)
+    gap = jnp.where(occupied, -1.0, jnp.inf)
+    start = _Assignment(slots, slot_of_item, table.size, table.delta, table.doublings, jnp.zeros_like(slots), gap)
     first = capacity + jnp.arange(0, valid.shape[0], block, dtype=jnp.int32)
     assign = functools.partial(_assign_block, items, table.growth, rows)
     assignment, opener = jax.lax.scan(assign, start, (first, valid.reshape(-1, block)))
@@ -259,6 +262,7 @@ def _assign_block(
             center_item=now.center_item.at[slot].set(opened, mode="drop"),
             slot_of_item=now.slot_of_item.at[opened].set(slot, mode="drop"),
             size=now.size + jnp.sum(opens, dtype=jnp.int32),
+            gap=now.gap.at[slot].set(-1.0, mode="drop"),
         )
         distance = jnp.minimum(squared, to_new)[jnp.minimum(stop, block - 1)]
         now = _grow_delta(items, growth, rows, now, distance, stop < block)
@@ -274,60 +278,77 @@ def _grow_delta(
 ) -> _Assignment:
     """Grows delta until clusters merge or the waiting key, at this squared distance, finds a center, if `grows`.
 
-    Centers are compared with all others in blocks of `rows`, so that M x M distances are never in memory.
+    Only centers whose nearest earlier center is unknown or within delta are compared with all others, so that M x M
+    distances are never in memory.
 
     Returns:
         The assignment with the new delta.
     """
     centers, norms = (x[now.center_item] for x in items)
     capacity = norms.shape[0]
-    rows = min(rows, capacity)
-    padding = -capacity % rows
 
     def merge(carry: tuple[_Assignment, Array]) -> tuple[_Assignment, Array]:
         """Merges clusters at the delta in the `carry`; grows delta if there are none to merge."""
         now, _ = carry
         reach = now.delta * now.delta
 
-        def decide(remains: Bool[Array, "M"], row: Int[Array, "R"]) -> tuple[Bool[Array, "M"], Float[Array, ""]]:
-            """Decides which of the centers in `row` remain, after all earlier ones, and finds the smallest distance."""
-            some, some_norms, present = centers[row], norms[row], row < capacity
-            squared, _ = nearest_center(some, centers, some_norms, jnp.where(remains, norms, jnp.inf))
+        def decide(carry: tuple[Array, Array, Array], row: Int[Array, "R"]) -> tuple[Array, Array, Array]:
+            """Decides which of the centers in `row` remain, after all earlier ones, and finds their earlier center."""
+            remains, earlier, gap = carry
+            some, some_norms, known, neighbor = centers[row], norms[row], gap[row] >= 0, earlier[row]
+            squared, nearest = nearest_center(some, centers, some_norms, jnp.where(remains, norms, jnp.inf), row)
             between = squared_distances(some, some, some_norms, some_norms)
-            selected = greedy_cover(between <= reach, present & (squared > reach))
-            to_new = jnp.min(jnp.where(selected & (row < row[:, None]), between, jnp.inf), axis=1)
-            smallest = jnp.min(jnp.where(present, jnp.minimum(squared, to_new), jnp.inf))
-            return remains.at[row].set(selected, mode="drop"), smallest
+            # A known center is within delta, however its distance is rounded this time.
+            near = (between <= reach) | (known[:, None] & (neighbor[:, None] == row))
+            selected = greedy_cover(near, (row < capacity) & (squared > reach) & ~(known & remains[neighbor]))
+            to_new, new = min_and_argmin(jnp.where(selected & (row < row[:, None]), between, jnp.inf))
+            return (
+                remains.at[row].set(selected, mode="drop"),
+                earlier.at[row].set(jnp.where(to_new < squared, row[new], nearest), mode="drop"),
+                gap.at[row].set(jnp.minimum(squared, to_new), mode="drop"),
+            )
 
-        blocks = jnp.arange(capacity + padding, dtype=jnp.int32).reshape(-1, rows)
-        remains, smallest = jax.lax.scan(decide, jnp.zeros(capacity, bool), blocks)
-        # Centers that merge come first, the only ones that need a target. The nearest center of the others is itself.
-        order = jnp.pad(jnp.argsort(remains, stable=True).astype(jnp.int32), (0, padding), constant_values=capacity)
-
-        def find_target(number: Int[Array, ""], target: Int[Array, "M"]) -> Int[Array, "M"]:
-            """Sets the `target` of a block of centers to their nearest center that remains."""
-            row = jax.lax.dynamic_slice_in_dim(order, number * rows, rows)
+        def find_target(target: Int[Array, "M"], row: Int[Array, "R"]) -> Int[Array, "M"]:
+            """Sets the `target` of the centers in `row` to their nearest center that remains."""
             _, nearest = nearest_center(centers[row], centers, norms[row], jnp.where(remains, norms, jnp.inf))
             return target.at[row].set(nearest, mode="drop")
 
-        size = jnp.sum(remains, dtype=jnp.int32)
-        target = jnp.arange(capacity, dtype=jnp.int32)
-        target = jax.lax.fori_loop(0, -(-(capacity - size) // rows), find_target, target)
-        rank = jnp.cumsum(remains, dtype=jnp.int32) - 1
+        close = now.gap <= reach
+        # A center whose known earlier center surely remains does not remain.
+        merges = close & (now.gap >= 0) & ~close[now.earlier]
+        remains, earlier, gap = _for_rows(close & ~merges, rows, decide, (~close, now.earlier, now.gap))
+        target = _for_rows(~remains, rows, find_target, jnp.arange(capacity, dtype=jnp.int32))
+        size, rank = jnp.sum(remains, dtype=jnp.int32), jnp.cumsum(remains, dtype=jnp.int32) - 1
         slot = jnp.where(remains, rank, capacity)
         done = (size < capacity) | (waiting <= reach)
         # Rounded up, so that the square of delta is at least the smallest distance.
-        larger = jnp.sqrt(jnp.minimum(jnp.min(smallest), waiting)) * (1 + 2.0**-22)
+        larger = jnp.sqrt(jnp.minimum(jnp.min(gap), waiting)) * (1 + 2.0**-22)
+        is_lost = ~remains[earlier] & jnp.isfinite(gap)
         merged = now._replace(
             center_item=jnp.zeros_like(now.center_item).at[slot].set(now.center_item, mode="drop"),
             slot_of_item=rank[target][now.slot_of_item],
             size=size,
             delta=jnp.where(done, now.delta, jnp.maximum(now.delta, larger)),
+            earlier=jnp.zeros_like(earlier).at[slot].set(rank[earlier], mode="drop"),
+            gap=jnp.full(capacity, jnp.inf).at[slot].set(jnp.where(is_lost, -1.0, gap), mode="drop"),
         )
         return merged, done
 
     start = now._replace(delta=jnp.where(grows, growth * now.delta, now.delta), doublings=now.doublings + grows)
     return jax.lax.while_loop(lambda carry: ~carry[1], merge, (start, ~grows))[0]
+
+
+def _for_rows(mask: Bool[Array, "M"], rows: int, step: Callable[[T, Int[Array, "R"]], T], carry: T) -> T:
+    """Calls `step(carry, row)` with the indices of a mask in order, at most `rows` at a time; padding is M."""
+    capacity, count = mask.shape[0], jnp.sum(mask)
+    rows = min(rows, capacity)
+    order = jnp.where(jnp.arange(capacity) < count, jnp.argsort(~mask, stable=True), capacity).astype(jnp.int32)
+    order = jnp.pad(order, (0, -capacity % rows), constant_values=capacity)
+
+    def call(number: Int[Array, ""], carry: T) -> T:
+        return step(carry, jax.lax.dynamic_slice_in_dim(order, number * rows, rows))
+
+    return jax.lax.fori_loop(0, -(-count // rows), call, carry)
 
 
 def _rebuild(

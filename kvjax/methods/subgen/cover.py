@@ -12,12 +12,6 @@ def squared_distances(
 ) -> Float[Array, "N K"]:
     """Computes all squared distances by one matrix product; zero below the resolution of float32.
 
-    Args:
-        a: vectors.
-        b: vectors.
-        a_norms: squared norms of `a`.
-        b_norms: squared norms of `b`.
-
     Returns:
         |a|^2 + |b|^2 - 2 a.b.
     """
@@ -30,20 +24,21 @@ def nearest_center(
     centers: Float[Array, "K D"],
     point_norms: Float[Array, "N"],
     center_norms: Float[Array, "K"],
+    before: Int[Array, "N"] | None = None,
 ) -> tuple[Float[Array, "N"], Int[Array, "N"]]:
     """Finds the nearest center of every point.
 
     Args:
-        points: vectors.
-        centers: vectors.
-        point_norms: squared norms of the points.
         center_norms: squared norms of the centers; inf for a center that does not count.
+        before: for every point, the end of the centers that count; None for all.
 
     Returns:
         The squared distance to the nearest center, and its index.
     """
     # Reductions over the leading axis run at the speed of the product.
     relative = center_norms[:, None] - 2 * _product(centers, points)
+    if before is not None:
+        relative = jnp.where(jnp.arange(centers.shape[0])[:, None] < before, relative, jnp.inf)
     smallest, nearest = min_and_argmin(relative, axis=0)
     return _zero_unresolved(point_norms + smallest, point_norms + center_norms[nearest]), nearest
 
@@ -66,7 +61,6 @@ def greedy_cover(near: Bool[Array, "N N"], candidate: Bool[Array, "N"]) -> Bool[
 
     Args:
         near: which pairs are near each other, symmetric.
-        candidate: candidates.
 
     Returns:
         The selected candidates.

@@ -42,10 +42,6 @@ def init_reservoir(
     """Returns an empty reservoir.
 
     Args:
-        samples: number of samples.
-        key_dim: dimensions of keys.
-        value_dim: dimensions of values.
-        dtype: dtype of keys and values.
         rng: PRNG key of the stream.
 
     Returns:
@@ -74,9 +70,6 @@ def extend(
     of the stream into blocks.
 
     Args:
-        reservoir: the reservoir.
-        keys: keys of the tokens.
-        values: values of the tokens.
         mass: masses; a token of mass 0 is never sampled, which masks it.
 
     Returns:
@@ -118,9 +111,6 @@ def log_weights(reservoir: WeightedReservoir) -> Float[Array, "s"]:
     """Returns log(total / (samples mass)) of every sample, float32; -inf in empty slots.
 
     With these log-weights, a sum over the samples is an unbiased estimate of the sum over the stream.
-
-    Args:
-        reservoir: the reservoir.
 
     Returns:
         The log-weights.
