@@ -40,7 +40,6 @@ def init_value_buckets(
     Args:
         rng: PRNG key of the stream.
         lowest: exponent i of the first bucket.
-        buckets: number of buckets.
         init_tree: maps a PRNG key to an empty tree.
 
     Returns:
@@ -62,9 +61,6 @@ def insert(
     """Takes every valid token into the bucket of its value's norm; values of norm zero are left out.
 
     Args:
-        buckets: the buckets.
-        keys: keys of the tokens.
-        values: values of the tokens.
         valid: tokens that count.
         halve: maps the largest norm of a bucket, 2^i or inf, to the function that halves its tree.
         negligible: fraction of the largest norm so far up to which a bucket is erased. Algorithm 1 uses
