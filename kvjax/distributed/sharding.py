@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax.distributed.collectives import SEQUENCE, TENSOR
-from kvjax.jax_flags import with_default_flags
+from kvjax.jax_flags import default_flags
 from kvjax.state import map_fields
 
 T = TypeVar("T")
@@ -45,7 +45,6 @@ def make_mesh(
     """Returns a mesh for the caches of a model.
 
     Args:
-        kv_heads: KV heads of a layer.
         data: groups of devices that share the rows of a batch.
         tensor: devices that share a layer.
         sequence: devices that share a KV head; by default as few as possible.
@@ -83,8 +82,6 @@ def rename_axes(mesh: Mesh, kv_heads: int, *, data: str | None = None, tensor: s
     replicated along axes that are not named.
 
     Args:
-        mesh: any mesh.
-        kv_heads: KV heads of a layer.
         data: name of the axis over which rows are sharded, such as "fsdp".
         tensor: name of the axis over which heads are sharded, such as "tp".
 
@@ -170,18 +167,15 @@ def per_device(function: Callable[P, T]) -> Callable[P, T]:
     Returns:
         The function; inside a trace it is inlined.
     """
+    hints, signature = typing.get_type_hints(function), inspect.getfullargspec(function)
 
     @functools.wraps(function)
     def sharded(*arguments: P.args, **options: P.kwargs) -> T:
-        cache: Any = arguments[0]
-        if cache.mesh is None:
-            return function(*arguments, **options)
-        hints = typing.get_type_hints(function)
-        names = list(inspect.signature(function).parameters)
         in_specs = tuple(
-            _argument_specs(argument, hints[name]) for name, argument in zip(names, arguments, strict=False)
+            _argument_specs(argument, hints[name]) for name, argument in zip(signature.args, arguments, strict=False)
         )
         state_specs = {type(argument): specs for argument, specs in zip(arguments, in_specs, strict=True)}
+        cache: Any = arguments[0]
         run = jax.shard_map(
             functools.partial(function, **options),
             mesh=cache.mesh,
@@ -191,12 +185,17 @@ def per_device(function: Callable[P, T]) -> Callable[P, T]:
         )
         return run(*arguments)
 
-    return with_default_flags(jax.jit(sharded, inline=True, static_argnames=_keyword_only(function)))
+    on_one_device, on_mesh = (
+        jax.jit(one, inline=True, static_argnames=signature.kwonlyargs) for one in (function, sharded)
+    )
 
+    @functools.wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> T:
+        cache: Any = arguments[0]
+        with default_flags():
+            return (on_one_device if cache.mesh is None else on_mesh)(*arguments, **options)
 
-def _keyword_only(function: Callable[..., Any]) -> list[str]:
-    parameters = inspect.signature(function).parameters.values()
-    return [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    return call
 
 
 def _argument_specs(argument: Any, hint: Any) -> Any:
