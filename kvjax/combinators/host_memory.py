@@ -66,9 +66,6 @@ class HostMemory(CombinedPolicies[HostMemoryState]):
     def for_layer(self, spec: CacheSpec) -> Policy:
         """Returns the policy of one layer.
 
-        Args:
-            spec: spec of the layer.
-
         Returns:
             A `HostMemory` of `policy.for_layer(spec)`; that policy alone if it is not a retrieval policy.
         """
@@ -79,7 +76,6 @@ class HostMemory(CombinedPolicies[HostMemoryState]):
         """Returns an empty state, with block stores in host memory and empty block caches on the device.
 
         Args:
-            spec: spec of the layer.
             row_keys: one PRNG key per row, for the policy.
 
         Returns:
@@ -143,14 +139,7 @@ class HostMemory(CombinedPolicies[HostMemoryState]):
         return HostMemoryState(self.policy.observe(state.inner, stats), caches)
 
     def compact(self, state: HostMemoryState, new: Tokens) -> HostMemoryState:
-        """Moves the staged tokens into the policy's state; new blocks are written to host memory.
-
-        Args:
-            new: the staged tokens.
-
-        Returns:
-            The updated state.
-        """
+        """Moves the staged tokens into the policy's state; new blocks are written to host memory."""
         return HostMemoryState(self.policy.compact(state.inner, new), state.block_caches)
 
     def layer_carry(self, state: HostMemoryState, prompt: Prompt) -> Shaped[Array, "B H_kv *N"] | None:
