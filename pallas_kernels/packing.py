@@ -129,7 +129,6 @@ def join_parts(results: Iterable[tuple[int, Array]], axis: int = -1) -> Array:
 
     Args:
         results: The factor and the result of each of `parts`, in order.
-        axis: The axis of the columns.
 
     Returns:
         The results in the order of the columns.

@@ -83,7 +83,6 @@ def _fill_slots(
     Args:
         tokens: The tokens that are selected of each cluster.
         first_blocks: The index of each cluster's first block.
-        limits: The limits of the selection.
 
     Returns:
         The indices and lengths of `SelectedBlocks`.
