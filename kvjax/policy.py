@@ -248,7 +248,6 @@ class Policy(abc.ABC, Generic[S]):
         """Returns an empty state.
 
         Args:
-            spec: the layer's spec.
             row_keys: one PRNG key per batch row.
 
         Returns:
@@ -403,9 +402,6 @@ def check_setting_types(policy: Policy) -> None:
 def setting_types(policy_class: type) -> dict[str, Any]:
     """Returns the annotated type of every setting of a policy class.
 
-    Args:
-        policy_class: a dataclass.
-
     Returns:
         Types by field name, with string annotations resolved.
     """
@@ -462,9 +458,6 @@ def _python_scalars(value: Any) -> Any:
 
 def describe(policy: Policy) -> dict[str, Any]:
     """Describes a policy as a JSON object.
-
-    Args:
-        policy: any policy.
 
     Returns:
         The class name under "class", and every setting that equality of policies depends on; policies within a policy

@@ -44,8 +44,6 @@ def k_means(
     joins keeps its direction. A key of norm zero joins the first cluster and adds nothing.
 
     Args:
-        rng: PRNG key.
-        keys: keys of one head.
         valid: keys that count.
         clusters: number of clusters, C; some stay empty if there are fewer keys.
         num_clusters: clusters that can have keys, the first ones; None for all.

@@ -121,7 +121,6 @@ def merge_most_similar(
     Args:
         merges: number of entries to merge.
         chunk: entries among which an entry looks for a partner; even.
-        max_merges: upper bound of `merges`.
         tile: slots that are processed at once: a multiple of `chunk` that divides the number of slots.
         num_tiles: number of tiles that may have entries.
 
@@ -170,7 +169,6 @@ def _merge_tile(
     """Merges entries into their partners.
 
     Args:
-        entries: the entries of some chunks.
         is_merged: which entries at even indices are merged.
         partner: the index of the entry that each one is merged into, among those at odd indices of its chunk.
         pairs: entries at even indices per chunk.
@@ -306,8 +304,6 @@ def single_token_entries(
     """Returns tokens as entries of degree one, float32.
 
     Args:
-        keys: keys of the tokens.
-        values: values of the tokens.
         count: number of tokens per row; the first ones.
 
     Returns:
