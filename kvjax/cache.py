@@ -34,7 +34,7 @@ from kvjax.methods.exact import append_only_store
 from kvjax.methods.exact.append_only_store import AppendOnlyStore
 from kvjax.methods.exact.exact import Exact
 from kvjax.partials import Partials, normalize
-from kvjax.policy import Policy, Prompt, RepeatedPrompt, S
+from kvjax.policy import Policy, Prompt, RepeatedPrompt, S, check_policy_class
 from kvjax.segment import BlockStoreRead, Segment, SegmentLike
 from kvjax.shared.attention_scores import AttentionScores
 from kvjax.sliding_window import SlidingWindow
@@ -61,6 +61,7 @@ class Cache(Generic[S]):
         state: the policy's state; keys and values are quantized if `CacheSpec.kv_dtype` is set.
         staging: tokens appended since the last compaction.
         reused: fault counter of invalid calls of `prefill`.
+        not_finite: fault counter of tokens and attention outputs that are not finite.
         policy_faults: nonzero fault counters in the policy's state, after the last prefill or compaction.
         policy: policy of this layer.
         spec: spec of one row of the layer, without the layer's index, so that equal layers share compiled programs.
@@ -167,12 +168,7 @@ def layer_policy(policy: Policy[S], spec: CacheSpec) -> Policy[Any]:
     Raises:
         TypeError: if the policy is not a frozen dataclass that derives from `Policy`.
     """
-    parameters = type(policy).__dict__.get("__dataclass_params__")
-    if not isinstance(policy, Policy) or parameters is None or not parameters.frozen:
-        raise TypeError(
-            f"{type(policy).__name__} must be a kvjax.policy.Policy and a frozen dataclass, because compiled programs "
-            "and saved states are identified by its value"
-        )
+    check_policy_class(type(policy))
     layer = policy.for_layer(spec)
     if spec.window is None:
         return layer

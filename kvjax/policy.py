@@ -325,6 +325,21 @@ class Policy(abc.ABC, Generic[S]):
         return prompt.layer_carry
 
 
+def check_policy_class(policy_class: Any) -> None:
+    """Checks that a class is a policy.
+
+    Raises:
+        TypeError: if it is not a frozen dataclass that derives from `Policy`.
+    """
+    # A class that inherits from a dataclass without being one does not define these parameters itself.
+    parameters = vars(policy_class).get("__dataclass_params__") if isinstance(policy_class, type) else None
+    if not (parameters and parameters.frozen and issubclass(policy_class, Policy)):
+        raise TypeError(
+            f"{getattr(policy_class, '__name__', policy_class)} must be a kvjax.policy.Policy and a frozen dataclass, "
+            "because compiled programs and saved states are identified by its value"
+        )
+
+
 def check_budget(
     budget: int, sinks: int = 0, recent: int = 0, compact_every: int = 64, *, remainder_for: str = ""
 ) -> None:

@@ -15,7 +15,7 @@ from kvjax.messages import describe_os_error, did_you_mean, shorten, unknown_pol
 from kvjax.methods import table
 from kvjax.methods.exact.exact import Exact
 from kvjax.methods.top_k.top_k_policy import TopKPolicy
-from kvjax.policy import Policy, setting_types, type_name
+from kvjax.policy import Policy, check_policy_class, setting_types, type_name
 from kvjax.policy_docs import THEORY as THEORY
 from kvjax.policy_docs import in_order
 from kvjax.spec import TILE, CacheSpec
@@ -49,12 +49,7 @@ def register(name: str, policy_class: PolicyClass) -> PolicyClass:
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ValueError(f"name={name!r} must consist of lower-case letters, digits and underscores")
-    # A class that inherits from a dataclass without being one does not define these parameters itself.
-    parameters = vars(policy_class).get("__dataclass_params__") if isinstance(policy_class, type) else None
-    if not (parameters and parameters.frozen and issubclass(policy_class, Policy)):
-        raise TypeError(
-            f"policy_class={policy_class!r} must be a frozen dataclass that derives from kvjax.policy.Policy"
-        )
+    check_policy_class(policy_class)
     if POLICIES.setdefault(name, policy_class) is not policy_class:
         raise ValueError(f"name={name!r} is already registered for {POLICIES[name].__name__}; choose another name")
     return policy_class

@@ -1,7 +1,6 @@
 """Policies that differ from KV head to KV head, each with separate buffers."""
 
 import dataclasses
-import functools
 from collections import Counter
 from typing import Any, TypeVar
 
@@ -96,7 +95,7 @@ class ByHead(CombinedPolicies[ByHeadState]):
         for policy, heads in self.groups().items():
             group_spec = dataclasses.replace(spec, kv_heads=len(heads), query_heads=len(heads) * group_size)
             # Two groups must not draw the same random numbers.
-            keys = jax.vmap(functools.partial(_fold_in, heads[0]))(row_keys)
+            keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, heads[0])
             states.append(policy.init(group_spec, keys))
             index.append(HeadIndex(jnp.array(heads, jnp.int32) % local))
         return ByHeadState(tuple(index), tuple(states))
@@ -187,11 +186,6 @@ class ByHead(CombinedPolicies[ByHeadState]):
         """Returns every distinct policy with its state and the indices of its heads on this device."""
         heads = (one.index for one in state.heads)
         return list(zip(self.groups(), state.groups, heads, strict=True))
-
-
-def _fold_in(first_head: int, key: Key[Array, ""]) -> Key[Array, ""]:
-    """Returns the key of a group of heads."""
-    return jax.random.fold_in(key, first_head)
 
 
 def _take_heads(tree: T, heads: Int[Array, "H"], kv_heads: int) -> T:

@@ -90,7 +90,9 @@ class HostMemory(CombinedPolicies[HostMemoryState]):
             )
         inner = self.policy.init(spec, row_keys)
         caches = []
-        for read in self._reads(inner, spec.batch):
+        for read in self.policy.segments(inner, jnp.zeros((spec.batch, 1), jnp.int32)):
+            if not isinstance(read, BlockStoreRead):
+                continue
             heads = spec.kv_heads if read.kv_heads is None else len(read.kv_heads)
             query = jnp.zeros((spec.batch, 1, heads * spec.query_heads // spec.kv_heads, spec.head_dim))
             blocks = jax.eval_shape(lambda read=read, query=query: _select(read, query).block_indices)
@@ -153,10 +155,6 @@ class HostMemory(CombinedPolicies[HostMemoryState]):
             An array with leading axes [B, H_kv], or None.
         """
         return self.policy.layer_carry(state.inner, prompt)
-
-    def _reads(self, inner: Any, batch: int) -> list[BlockStoreRead]:
-        segments = self.policy.segments(inner, jnp.zeros((batch, 1), jnp.int32))
-        return [one for one in segments if isinstance(one, BlockStoreRead)]
 
 
 def _select(read: BlockStoreRead, query: Float[Array, "B 1 H_q D"]) -> BlockSelection:

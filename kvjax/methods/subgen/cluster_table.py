@@ -144,7 +144,7 @@ class _Assignment(NamedTuple):
     size: Int[Array, ""]
     delta: Float[Array, ""]
     doublings: Int[Array, ""]
-    # The nearest center in a lower slot of every center. It saves most of the distances between centers when delta grows.
+    # The nearest center in a lower slot of every center, which saves most distances between centers when delta grows.
     earlier: Int[Array, "M"]
     gap: Float[Array, "M"]  # squared distance to it; inf if there is none, -1 if it is not known
 
