@@ -87,7 +87,7 @@ def static(default: Any = dataclasses.MISSING) -> Any:
 def state(cls: type[T]) -> type[T]:
     """Makes a class a frozen dataclass and a pytree whose axes are the dimension names of its annotations."""
     for name, annotation in inspect.get_annotations(cls).items():
-        if (axes := _annotated_axes(annotation)) is not None:
+        if (axes := annotated_axes(annotation)) is not None:
             _check_axes(f"{cls.__name__}.{name}", axes)
             declared = cls.__dict__.get(name, dataclasses.MISSING)
             if isinstance(declared, dataclasses.Field):
@@ -98,7 +98,7 @@ def state(cls: type[T]) -> type[T]:
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 
-def _annotated_axes(annotation: Any) -> tuple[str, ...] | None:
+def annotated_axes(annotation: Any) -> tuple[str, ...] | None:
     """Returns the dimension names of `Float[Array, "B S D"]` or of a union with it; None without an array type."""
     options = [option for option in typing.get_args(annotation) or (annotation,) if option is not type(None)]
     names = {tuple(option.dim_str.split()) for option in options if hasattr(option, "dim_str")}

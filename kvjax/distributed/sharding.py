@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax.distributed.collectives import SEQUENCE, TENSOR
 from kvjax.jax_flags import default_flags
-from kvjax.state import map_fields
+from kvjax.state import annotated_axes, map_fields
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -120,11 +120,6 @@ def check_axes(mesh: Mesh) -> None:
         )
 
 
-def partition_specs(tree: T) -> T:
-    """Returns the `PartitionSpec` of every array of a state, from the names of its axes (`RULES`)."""
-    return map_fields(lambda field, _: _partition_spec(field.axes), tree)
-
-
 def shardings(tree: T, mesh: Mesh) -> T:
     """Returns the `NamedSharding` of every array of a state.
 
@@ -200,21 +195,15 @@ def per_device(function: Callable[P, T]) -> Callable[P, T]:
 
 def _argument_specs(argument: Any, hint: Any) -> Any:
     """Returns the partition specs of an argument: by its annotation, or by its fields if it is a state."""
-    axes = _annotated_axes(hint)
+    axes = annotated_axes(hint)
     if argument is None or axes is not None:
         return PartitionSpec() if axes is None else _partition_spec(axes)
-    return partition_specs(argument)
+    return map_fields(lambda field, _: _partition_spec(field.axes), argument)
 
 
 def _result_specs(hint: Any, state_specs: dict[type, Any]) -> Any:
     """Returns the partition specs of a result by its annotation, given the specs of the arguments by their classes."""
     if typing.get_origin(hint) is tuple:
         return tuple(_result_specs(inner, state_specs) for inner in typing.get_args(hint))
-    axes = _annotated_axes(hint)
+    axes = annotated_axes(hint)
     return state_specs[typing.get_origin(hint) or hint] if axes is None else _partition_spec(axes)
-
-
-def _annotated_axes(hint: Any) -> list[str] | None:
-    """Returns the axis names of a jaxtyping annotation, also inside a union with None."""
-    options = [hint, *typing.get_args(hint)]
-    return next((option.dim_str.split() for option in options if hasattr(option, "dim_str")), None)
