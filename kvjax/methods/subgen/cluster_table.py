@@ -255,6 +255,7 @@ def _assign_block(
         opens &= index < stop
         # A token may join a cluster that an earlier token of the block opens, or its own.
         to_new, new = min_and_argmin(jnp.where(opens & (index <= index[:, None]), between, jnp.inf))
+        to_earlier, earlier = min_and_argmin(jnp.where(opens & (index < index[:, None]), between, jnp.inf))
         joins = jnp.where(to_new < squared, first + new, now.center_item[nearest])
         slot = jnp.where(opens, now.size + jnp.cumsum(opens, dtype=jnp.int32) - 1, capacity)
         opened = jnp.where(opens, first + index, now.slot_of_item.shape[0])
@@ -262,7 +263,8 @@ def _assign_block(
             center_item=now.center_item.at[slot].set(opened, mode="drop"),
             slot_of_item=now.slot_of_item.at[opened].set(slot, mode="drop"),
             size=now.size + jnp.sum(opens, dtype=jnp.int32),
-            gap=now.gap.at[slot].set(-1.0, mode="drop"),
+            earlier=now.earlier.at[slot].set(jnp.where(to_earlier < squared, slot[earlier], nearest), mode="drop"),
+            gap=now.gap.at[slot].set(jnp.minimum(squared, to_earlier), mode="drop"),
         )
         distance = jnp.minimum(squared, to_new)[jnp.minimum(stop, block - 1)]
         now = _grow_delta(items, growth, rows, now, distance, stop < block)
