@@ -23,7 +23,6 @@ from kvjax.distributed.collectives import is_sequence_sharded
 from kvjax.partials import Partials
 from kvjax.quantization import QuantizedArray, dequantize, rotate, rotate_back
 from kvjax.segment import BlockSelection, BlockStoreRead, Segment, SegmentLike
-from kvjax.spec import check_sink_logits
 from pallas_kernels.weighted_decode import Entries, weighted_decode_many
 
 VMAP_QUERIES = 8  # up to this many queries retrieve blocks under vmap; a scan processes more of them
@@ -56,16 +55,12 @@ def attend_segments(
     """Attends to segments and block stores. Query head h reads KV head h // (H_q / H_kv).
 
     Args:
-        segments: segments and block stores.
         kv_heads: KV heads of the layer, if segments hold a subset of them.
         logit_cap: soft cap: logits l become cap * tanh(l / cap) before log-weights are added.
         sink_logits: logit of an attention sink per query head; the sink adds to the softmax denominator only (gpt-oss).
 
     Returns:
         The partial softmax, by token.
-
-    Raises:
-        ValueError: if heads or head dimensions do not fit.
     """
     return attend_with_stats(queries, segments, None, kv_heads=kv_heads, logit_cap=logit_cap, sink_logits=sink_logits)[
         0
@@ -86,11 +81,9 @@ def attend_with_stats(
     """Attends as `attend_segments` does, and also returns the items of `AttentionStats.segments`.
 
     Args:
-        segments: segments and block stores.
         appended: whether each query belongs to an appended token; None if no query does.
         probabilities: whether to compute the attention probabilities of segments.
         kv_heads: KV heads of the layer, if segments hold a subset of them.
-        logit_cap: soft cap of the logits.
         sink_logits: logit of an attention sink per query head.
         others: partial softmaxes of further entries, by token, which are part of the result.
 
@@ -114,7 +107,10 @@ def attend_with_stats(
     groups: list[tuple[Segment, ...]] = [(one,) for one in (*plain, *residual)]
     if not probabilities:
         groups = _group_plain([*plain, *residual], kv_heads)
-    sums = _attend_groups(queries, groups, kv_heads, logit_cap, logits=probabilities)
+    rows = [_kernel_queries(queries, group[0], kv_heads) for group in groups]
+    entries = [[_entries(segment, logit_cap) for segment in group] for group in groups]
+    parts = [(part, *stores) for part, stores in zip(_rotate_queries(rows, entries), entries, strict=True)]
+    sums = _undo_quantization(rows, entries, weighted_decode_many(parts, logits=probabilities))
     widths = [one.values.shape[-1] for group in groups for one in group if one.values is not None]
     width = [*widths, *(read.store.value_dim for read in reads), queries.shape[3]][0]
     total = softmax.merge(
@@ -149,8 +145,6 @@ HeadIndices = Int[Array, "H"] | Int[np.ndarray, "H"] | None  # KV heads of a seg
 
 def _query_heads(queries: Float[Array, "B T H_q D"], heads: HeadIndices, kv_heads: int) -> Any:
     """Returns an index of the query heads that read these KV heads of the layer."""
-    if queries.shape[2] % kv_heads:
-        raise ValueError(f"queries have {queries.shape[2]} heads, expected a multiple of kv_heads={kv_heads}")
     group = queries.shape[2] // kv_heads
     if heads is None:
         return slice(None)
@@ -188,29 +182,23 @@ def _group_plain(segments: Sequence[Segment], kv_heads: int) -> list[tuple[Segme
     return [plain, *others] if plain else others
 
 
-def _attend_groups(
-    queries: Float[Array, "B T H_q D"],
-    groups: Sequence[tuple[Segment, ...]],
-    kv_heads: int,
-    logit_cap: float | None,
-    *,
-    logits: bool,
+def _rotate_queries(rows: Sequence[Array], entries: Sequence[Sequence[Entries]]) -> list[Array]:
+    """Returns the queries of every group, rotated as its keys if these are quantized."""
+    quantized = [i for i, stores in enumerate(entries) if isinstance(stores[0].keys, QuantizedArray)]
+    return _map_heads(lambda x: rotate(x).astype(x.dtype), quantized, rows)
+
+
+def _undo_quantization(
+    rows: Sequence[Array], entries: Sequence[Sequence[Entries]], sums: Sequence[Partials]
 ) -> list[Partials]:
-    """Attends to every group of segments in one op; the partial softmaxes are [B, H_kv, R, ...]."""
-    rows = [_kernel_queries(queries, group[0], kv_heads) for group in groups]
-    entries = [[_entries(segment, logit_cap) for segment in group] for group in groups]
+    """Rotates the sums of quantized values back, and adds the offsets of quantized keys to the logits."""
     # Groups of quantized segments have one segment.
     keys, values = [stores[0].keys for stores in entries], [stores[0].values for stores in entries]
-    quantized = [i for i, x in enumerate(keys) if isinstance(x, QuantizedArray)]
-    kernel_rows = _map_heads(lambda x: rotate(x).astype(x.dtype), quantized, rows)
-    sums = weighted_decode_many(
-        [(own, *stores) for own, stores in zip(kernel_rows, entries, strict=True)], logits=logits
-    )
-    quantized_values = [i for i, x in enumerate(values) if isinstance(x, QuantizedArray)]
-    numerators = _map_heads(rotate_back, quantized_values, [one.numerator for one in sums])
-    sums = [one._replace(numerator=numerator) for one, numerator in zip(sums, numerators, strict=True)]
+    quantized = [i for i, x in enumerate(values) if isinstance(x, QuantizedArray)]
+    numerators = _map_heads(rotate_back, quantized, [one.numerator for one in sums])
     offsets = {i: x.offset for i, x in enumerate(keys) if isinstance(x, QuantizedArray) and x.offset is not None}
     shifts = _map_heads(softmax.shift_of_logits, list(offsets), rows, offsets)
+    sums = [one._replace(numerator=numerator) for one, numerator in zip(sums, numerators, strict=True)]
     return [softmax.shift_logits(one, shifts[i]) if i in offsets else one for i, one in enumerate(sums)]
 
 
@@ -247,17 +235,11 @@ def _entries(segment: Segment, logit_cap: float | None) -> Entries:
 def _kernel_queries(queries: Float[Array, "B T H_q D"], segment: Segment, kv_heads: int) -> Float[Array, "B H_kv R D"]:
     """Returns the queries of a segment's KV heads, RoPE changed where the segment asks for it."""
     queries = _queries_of(queries, segment.kv_heads, kv_heads)
-    batch, heads, _, head_dim = segment.keys.shape
-    if queries.shape[0] != batch or queries.shape[3] != head_dim or queries.shape[2] % heads:
-        raise ValueError(
-            f"queries [B, T, H_q, D] = {queries.shape} do not fit keys [B, H_kv, S, D] = {segment.keys.shape}: B and D "
-            "must be equal and H_q a multiple of H_kv"
-        )
     if segment.query_rope_angles is not None:
         angles = segment.query_rope_angles
         angles = jnp.broadcast_to(angles, (*queries.shape[:2], angles.shape[2]))
         queries = rope.rotate(queries, jnp.cos(angles), jnp.sin(angles))
-    return softmax.group_queries(queries, heads)
+    return softmax.group_queries(queries, segment.keys.shape[1])
 
 
 def _place_heads(
@@ -271,22 +253,17 @@ def _place_heads(
         partials = softmax.merge_over_sequence(partials)
     if segment.kv_heads is None:
         return partials
-    heads = _query_heads(queries, segment.kv_heads, kv_heads)
-    if isinstance(segment.kv_heads, jax.Array):
-        # A gather, which XLA fuses with the merge; it does not fuse a scatter. Its indices are elementwise, because a
-        # reduction, such as a search of each head, would be a kernel launch.
-        group = queries.shape[2] // kv_heads
-        head, within = np.divmod(np.arange(queries.shape[2]), group)
-        source, holds = jnp.zeros(len(head), jnp.int32), jnp.zeros(len(head), bool)
-        for number in range(segment.keys.shape[1]):
-            is_head = segment.kv_heads[number] == head
-            source, holds = jnp.where(is_head, number * group + within, source), holds | is_head
+    # A gather, which XLA fuses with the merge; it does not fuse a scatter. Its indices are elementwise, because a
+    # reduction, such as a search of each head, would be a kernel launch.
+    head, within = np.divmod(np.arange(queries.shape[2]), queries.shape[2] // kv_heads)
+    source, holds = jnp.zeros(len(head), jnp.int32), jnp.zeros(len(head), bool)
+    for number in range(segment.keys.shape[1]):
+        is_head = segment.kv_heads[number] == head
+        source, holds = jnp.where(is_head, number * (queries.shape[2] // kv_heads) + within, source), holds | is_head
 
     def place(x: Array, empty: float) -> Array:
-        if isinstance(heads, jax.Array):
-            present = holds.reshape(-1, *(1 for _ in x.shape[3:]))
-            return jnp.where(present, jnp.take(x, source, axis=2, mode="clip"), jnp.asarray(empty, x.dtype))
-        return jnp.full((*queries.shape[:3], *x.shape[3:]), empty, x.dtype).at[:, :, heads].set(x)
+        present = holds.reshape(-1, *(1 for _ in x.shape[3:]))
+        return jnp.where(present, jnp.take(x, source, axis=2, mode="clip"), jnp.asarray(empty, x.dtype))
 
     return Partials(place(partials.max, -jnp.inf), place(partials.numerator, 0.0), place(partials.denominator, 0.0))
 
@@ -299,7 +276,6 @@ def _no_partials(queries: Float[Array, "B T H_q D"], width: int) -> Partials:
 
 def _sink_partials(queries: Float[Array, "B T H_q D"], sink_logits: Float[Array, "H_q"], width: int) -> Partials:
     """Returns the partial softmax of an attention sink, which has no value."""
-    check_sink_logits(sink_logits, queries.shape[2])
     logits = jnp.broadcast_to(sink_logits.astype(jnp.float32), queries.shape[:3])
     return Partials(logits, jnp.zeros((*queries.shape[:3], width)), jnp.ones(queries.shape[:3]))
 
@@ -338,12 +314,10 @@ def _attend_retrieved(
 
     Args:
         queries: queries of the heads that read the store.
-        read: the store.
         selection: the selection of a single query, whose residual segments are part of `before`; None for several
             queries.
         before: the partial softmax of all segments.
         appended: whether each query belongs to an appended token; other queries do not change the block cache.
-        logit_cap: soft cap of the logits.
 
     Returns:
         The partial softmax, and the block cache after the step.

@@ -60,8 +60,6 @@ def fetch_through_cache(
 
     Args:
         stored: entries of the block store, in host or device memory.
-        cache: the block cache.
-        block_indices: selected blocks.
         block_lengths: tokens read of each; 0 for blocks that are not read.
         appended: rows whose query belongs to an appended token; the cache of other rows does not change.
 

@@ -84,9 +84,6 @@ class BlockStore:
 def as_blocks(store: BlockStore, logit_cap: float | None = None) -> Blocks:
     """Returns a store in the form that kernels take.
 
-    Args:
-        logit_cap: soft cap of the logits.
-
     Returns:
         The blocks with their bit widths.
     """
@@ -105,9 +102,7 @@ def init_block_store(spec: CacheSpec, blocks: int, block_size: int) -> BlockStor
     """Returns one head's empty store.
 
     Args:
-        spec: the cache's spec.
         blocks: number of blocks, rounded up to the same number on every device that shares the store.
-        block_size: tokens of a block.
 
     Returns:
         The store.
@@ -154,9 +149,6 @@ def arrange_blocks(
 
     Args:
         source: index of the token in each slot; an index outside [0, T) leaves the slot empty.
-        keys: keys of the tokens.
-        values: values of the tokens.
-        position: positions of the tokens.
 
     Returns:
         M blocks.
@@ -201,7 +193,6 @@ def write_index(tree: T, index: Int[Array, "M"], new: T) -> T:
     """Writes M entries along the first axis of all arrays of a tree.
 
     Args:
-        tree: the arrays.
         index: where each entry goes; entries past the end are dropped.
         new: a tree of the same structure with M entries.
 
@@ -230,7 +221,6 @@ def attend_blocks(
         store: the store of all KV heads.
         block_indices: for every KV head or (H = H_q) every query head.
         block_lengths: tokens that are read of each block, from its first on.
-        logit_cap: soft cap of the logits.
         blocks: the selected blocks, if they have been fetched already.
 
     Returns:
@@ -263,7 +253,6 @@ def max_blocks(tokens: int, parts: int, block_size: int) -> int:
     Args:
         tokens: number of tokens in all parts.
         parts: number of parts (clusters or pages); each starts a new block.
-        block_size: tokens per block.
 
     Returns:
         The number of blocks; the last block of every part may be incomplete.
@@ -275,9 +264,7 @@ def max_selected_blocks(tokens: int, part_tokens: int, block_size: int) -> int:
     """Returns the most blocks that a query reads for a budget of tokens.
 
     Args:
-        tokens: the budget.
         part_tokens: average tokens of a part (cluster or page), whose last block may be unfilled.
-        block_size: tokens of a block.
 
     Returns:
         The number of blocks; at most `tokens`.

@@ -96,12 +96,7 @@ class Budget:
         return cls.parse(str(budget))
 
     def warn_if_small(self, spec: CacheSpec, tokens: int) -> None:
-        """Warns once about a budget of fewer than 64 slots, or of less than 3% of a text.
-
-        Args:
-            spec: the cache's spec.
-            tokens: tokens of the full cache.
-        """
+        """Warns once about a budget of fewer than 64 slots, or of less than 3% of a text."""
         fraction = self.share(spec, tokens)
         if fraction < _MIN_FRACTION or (self.slots is not None and self.slots < min(_MIN_SLOTS, tokens)):
             reading = f"; a share is written {self.slots}%" if self.slots is not None and self.slots <= 100 else ""
@@ -114,12 +109,7 @@ class Budget:
             )
 
     def share(self, spec: CacheSpec, tokens: int) -> float:
-        """Returns the budget as a fraction of a full bfloat16 cache, or of its tokens for a budget in slots.
-
-        Args:
-            spec: the cache's spec.
-            tokens: tokens of the full cache.
-        """
+        """Returns the budget as a fraction of a full bfloat16 cache, or of its tokens for a budget in slots."""
         if self.fraction is not None:
             return self.fraction
         if self.slots is not None:
@@ -130,7 +120,6 @@ class Budget:
         """Returns the budget in bytes per row and layer.
 
         Args:
-            spec: the cache's spec.
             tokens: tokens of the full cache that a fraction refers to.
 
         Returns:
@@ -163,15 +152,14 @@ def _describe_readings(text: str) -> str:
 def abstract_cache(policy: Policy, spec: CacheSpec) -> tuple[Cache, Counters]:
     """Returns what `kvjax.init` returns, as shapes and dtypes.
 
-    Args:
-        spec: spec of the layer.
-
     Returns:
         A cache and its counters, whose arrays are `jax.ShapeDtypeStruct`s.
     """
     return jax.eval_shape(lambda: init(policy, spec, jax.random.split(jax.random.key(0), spec.batch)))
 
 
+# A fit traces the caches of many budgets, and callers repeat fits.
+@functools.lru_cache(maxsize=4096)
 def row_bytes(policy: Policy, spec: CacheSpec) -> int:
     """Returns the device bytes that the cache of one row and layer holds.
 
@@ -181,9 +169,10 @@ def row_bytes(policy: Policy, spec: CacheSpec) -> int:
     Returns:
         Bytes of all buffers, also of the staging buffer and of empty slots.
     """
-    return _held_bytes(policy, dataclasses.replace(spec, batch=1))
+    return cache_bytes(abstract_cache(policy, dataclasses.replace(spec, batch=1))).device
 
 
+@functools.lru_cache(maxsize=4096)
 def row_read_bytes(policy: Policy, spec: CacheSpec) -> int:
     """Returns the bytes of one row's cache in one layer that a decode step reads.
 
@@ -193,18 +182,7 @@ def row_read_bytes(policy: Policy, spec: CacheSpec) -> int:
     Returns:
         Bytes; see `kvjax.read_bytes`.
     """
-    return _read_bytes(policy, dataclasses.replace(spec, batch=1))
-
-
-# A fit traces the caches of many budgets, and callers repeat fits.
-@functools.lru_cache(maxsize=4096)
-def _held_bytes(policy: Policy, spec: CacheSpec) -> int:
-    return cache_bytes(abstract_cache(policy, spec)).device
-
-
-@functools.lru_cache(maxsize=4096)
-def _read_bytes(policy: Policy, spec: CacheSpec) -> int:
-    return read_bytes(abstract_cache(policy, spec)[0])
+    return read_bytes(abstract_cache(policy, dataclasses.replace(spec, batch=1))[0])
 
 
 def fit_bytes(make: Callable[[int], Policy], spec: CacheSpec, limit: int) -> Policy:
@@ -286,7 +264,6 @@ def min_budget(make: Callable[[int], Policy], spec: CacheSpec) -> int:
 
     Args:
         make: as for `fit_bytes`; settings such as the recent tokens may depend on the budget.
-        spec: spec of the cache.
     """
     budget = LARGE_BUDGET
     while (smaller := make(budget).min_budget(spec)) < budget:
@@ -301,9 +278,6 @@ def fit_share(make: Callable[[int], Policy], spec: CacheSpec, limit: int, full: 
     short if their bytes exceed the share.
 
     Args:
-        make: as for `fit_bytes`.
-        spec: as for `fit_bytes`.
-        limit: as for `fit_bytes`.
         full: a policy that keeps every token.
 
     Returns:
@@ -325,7 +299,6 @@ def limited_bytes(policy: Policy, spec: CacheSpec) -> float:
     """Returns the bytes that a budget limits, per row and layer, on average over the layers.
 
     Args:
-        policy: the policy.
         spec: spec of the caches; batch and layer do not matter.
 
     Returns:

@@ -34,7 +34,7 @@ from kvjax.methods.exact import append_only_store
 from kvjax.methods.exact.append_only_store import AppendOnlyStore
 from kvjax.methods.exact.exact import Exact
 from kvjax.partials import Partials, normalize
-from kvjax.policy import Policy, Prompt, RepeatedPrompt, S
+from kvjax.policy import Policy, Prompt, RepeatedPrompt, S, check_policy_class
 from kvjax.segment import BlockStoreRead, Segment, SegmentLike
 from kvjax.shared.attention_scores import AttentionScores
 from kvjax.sliding_window import SlidingWindow
@@ -61,6 +61,7 @@ class Cache(Generic[S]):
         state: the policy's state; keys and values are quantized if `CacheSpec.kv_dtype` is set.
         staging: tokens appended since the last compaction.
         reused: fault counter of invalid calls of `prefill`.
+        not_finite: fault counter of tokens and attention outputs that are not finite.
         policy_faults: nonzero fault counters in the policy's state, after the last prefill or compaction.
         policy: policy of this layer.
         spec: spec of one row of the layer, without the layer's index, so that equal layers share compiled programs.
@@ -142,16 +143,17 @@ def init(
     slots = slots if spec.staging_slots is None else min(slots, spec.staging_slots)
     spec = dataclasses.replace(spec, staging_slots=slots, sequence_shards=sequence_shards, head_shards=head_shards)
     staging, counters = init_staging(spec, slots, scored=policy.requires.predicted_scores)
-    cache = Cache(
-        state=quantization.init_stored(policy.init(spec, row_keys), spec.kv_formats, spec.dtype),
-        staging=staging,
-        reused=jnp.zeros(spec.batch, jnp.int32),
-        not_finite=jnp.zeros(spec.batch, jnp.int32),
-        policy_faults=jnp.zeros(spec.batch, jnp.int32),
-        policy=policy.canonical(),
-        spec=dataclasses.replace(spec, batch=1, layer=0, layers=1),
-        mesh=mesh,
-    )
+    state = quantization.init_stored(policy.init(spec, row_keys), spec.kv_formats, spec.dtype)
+    row_spec = dataclasses.replace(spec, batch=1, layer=0, layers=1)
+    return _new_cache(state, staging, counters, policy.canonical(), row_spec, mesh)
+
+
+def _new_cache(
+    state: S, staging: Staging, counters: Counters, policy: Policy[S], spec: CacheSpec, mesh: Mesh | None
+) -> tuple[Cache[S], Counters]:
+    """Returns a cache without faults and its counters, on the devices of a mesh."""
+    faults = {name: jnp.zeros(staging.keys.shape[0], jnp.int32) for name in ("reused", "not_finite", "policy_faults")}
+    cache = Cache(state=state, staging=staging, policy=policy, spec=spec, mesh=mesh, **faults)
     if mesh is None:
         return cache, counters
     return jax.lax.with_sharding_constraint((cache, counters), shardings((cache, counters), mesh))
@@ -160,22 +162,13 @@ def init(
 def layer_policy(policy: Policy[S], spec: CacheSpec) -> Policy[Any]:
     """Returns the policy that `init` gives to a layer.
 
-    Args:
-        policy: the policy of the model.
-        spec: the layer's spec.
-
     Returns:
         The layer's policy; a `SlidingWindow` for a layer with a sliding window.
 
     Raises:
         TypeError: if the policy is not a frozen dataclass that derives from `Policy`.
     """
-    parameters = type(policy).__dict__.get("__dataclass_params__")
-    if not isinstance(policy, Policy) or parameters is None or not parameters.frozen:
-        raise TypeError(
-            f"{type(policy).__name__} must be a kvjax.policy.Policy and a frozen dataclass, because compiled programs "
-            "and saved states are identified by its value"
-        )
+    check_policy_class(type(policy))
     layer = policy.for_layer(spec)
     if spec.window is None:
         return layer
@@ -202,7 +195,6 @@ def prefill(
 
     Args:
         cache: an empty cache.
-        counters: its counters.
         keys: keys of the prompt, left-aligned: row b's tokens are `keys[b, :lengths[b]]`.
         values: values of the prompt, left-aligned.
         lengths: number of tokens of each row.
@@ -231,11 +223,10 @@ def prefill(
         >>> counters.num_tokens
         Array([50], dtype=int32)
     """
-    _check_new_tokens(cache, counters, keys, values, lengths)
+    _check_new_tokens(cache, counters, keys, values, lengths, predicted_scores)
     if queries is not None:
         check_dtype("queries", queries, jnp.floating)
     check_sink_logits(sink_logits, cache.spec.query_heads)
-    _check_predicted_scores(predicted_scores, keys)
     longest = min(keys.shape[1], cache.spec.max_prompt_tokens)
     if is_concrete(lengths, counters):
         row_lengths, counts = np.asarray(lengths), _known_num_tokens(counters)
@@ -264,11 +255,7 @@ def append(
 
     Args:
         cache: the cache; call `compact` before its staging buffer is full.
-        counters: its counters.
-        keys: new keys.
-        values: new values.
         lengths: number of tokens of each row, from the first on; None for T in every row.
-        predicted_scores: as for `step`.
 
     Returns:
         The cache and the counters.
@@ -286,8 +273,7 @@ def append(
         >>> counters.num_tokens
         Array([3], dtype=int32)
     """
-    _check_new_tokens(cache, counters, keys, values, lengths)
-    _check_new_scores(cache, predicted_scores, keys)
+    _check_new_tokens(cache, counters, keys, values, lengths, predicted_scores)
     _check_free_slots(cache, counters, keys, lengths, compacts=False)
     return _append(cache, counters, keys, values, lengths, predicted_scores)
 
@@ -302,7 +288,6 @@ def attend(
     """Attends to all tokens of a cache, without a causal mask and without updating the policy.
 
     Args:
-        counters: counters of the cache.
         query: queries, whose tokens need not be in the cache.
         sink_logits: logit of an attention sink per query head, as for `step`.
 
@@ -344,10 +329,6 @@ def step(
     """Appends T tokens and returns their causal attention to the cache.
 
     Args:
-        counters: counters of the cache.
-        query: queries of the new tokens.
-        keys: new keys.
-        values: new values.
         lengths: number of tokens of each row, from the first on; None for T in every row. Finished sequences append 0.
         sink_logits: logit of an attention sink per query head; the sink adds to the softmax denominator only (gpt-oss).
         predicted_scores: scores of the new tokens, as for `prefill`, if the policy needs them.
@@ -373,10 +354,9 @@ def step(
         >>> output.shape
         (1, 1, 4, 8)
     """
-    _check_new_tokens(cache, counters, keys, values, lengths)
+    _check_new_tokens(cache, counters, keys, values, lengths, predicted_scores)
     check_queries(cache.spec, cache.staging.keys.shape[0], query, keys.shape[1])
     check_sink_logits(sink_logits, cache.spec.query_heads)
-    _check_new_scores(cache, predicted_scores, keys)
     _check_free_slots(cache, counters, keys, lengths, compacts=compact_when_full)
     if prefix is not None:
         check_prefix(prefix, cache.spec)
@@ -389,9 +369,6 @@ def compact(cache: Cache[S], counters: Counters) -> tuple[Cache[S], Counters]:
 
     `step` calls it when new tokens do not fit into the staging buffer. It may be called at any time, also without
     staged tokens.
-
-    Args:
-        counters: counters of the cache.
 
     Returns:
         The cache and the counters.
@@ -416,7 +393,6 @@ def freeze(cache: Cache[S], counters: Counters) -> FrozenCache[S]:
 
     Args:
         cache: a cache without staged tokens; it shares its buffers with the result.
-        counters: its counters.
 
     Returns:
         The frozen cache.
@@ -472,13 +448,8 @@ def thaw(frozen: FrozenCache[S], lengths: Int[Array, "B"]) -> tuple[Cache[S], Co
     spec = dataclasses.replace(frozen.spec, batch=batch)
     scored = frozen.policy.requires.predicted_scores
     staging, counters = init_staging(spec, cast(int, spec.staging_slots), scored=scored)
-    values: dict[str, Any] = {"policy": frozen.policy, "spec": frozen.spec, "mesh": frozen.mesh}
-    values |= {name: jnp.zeros(batch, jnp.int32) for name in ("reused", "not_finite", "policy_faults")}
-    cache = Cache(state=frozen.state, staging=staging, **values)
     counters = dataclasses.replace(counters, first=jnp.asarray(lengths, jnp.int32))
-    if frozen.mesh is None:
-        return cache, counters
-    return jax.lax.with_sharding_constraint((cache, counters), shardings((cache, counters), frozen.mesh))
+    return _new_cache(frozen.state, staging, counters, frozen.policy, frozen.spec, frozen.mesh)
 
 
 def resize(cache: AnyCache, max_prompt_tokens: int, max_new_tokens: int) -> AnyCache:
@@ -486,8 +457,6 @@ def resize(cache: AnyCache, max_prompt_tokens: int, max_new_tokens: int) -> AnyC
 
     Args:
         cache: the cache; its staging buffer keeps its size.
-        max_prompt_tokens: the new `CacheSpec.max_prompt_tokens`.
-        max_new_tokens: the new `CacheSpec.max_new_tokens`.
 
     Returns:
         The cache. Tokens without a slot are a fault of the cache.
@@ -538,10 +507,7 @@ def prefix_probabilities(
 
     Args:
         cache: the cache after the step, before a compaction.
-        counters: its counters.
-        query: queries of the step.
         prefix: the prefixes of the step, on a single device.
-        sink_logits: as for `step`.
 
     Returns:
         Probabilities by position, float32, summed over the query heads of a group; 0 for KV heads that do not keep
@@ -621,7 +587,8 @@ def read_bytes(cache: Cache | FrozenCache) -> int:
         else:
             _, counters = init_staging(dataclasses.replace(spec, batch=batch), cast(int, spec.staging_slots))
             if cache.policy.requires.attention_stats:
-                sizes.append(_score_bytes(cache.state))
+                leaves = jax.tree.leaves(cache.state, is_leaf=lambda x: isinstance(x, AttentionScores))
+                sizes.append(array_bytes(*(leaf for leaf in leaves if isinstance(leaf, AttentionScores))))
             read = _segments(cache, counters, 1)
         # Without the indices of heads, a few bytes that are no part of a store. Segments may share a buffer; each
         # reads its own slots of it.
@@ -640,12 +607,6 @@ def read_bytes(cache: Cache | FrozenCache) -> int:
 
     jax.eval_shape(count, cache)
     return sum(sizes)
-
-
-def _score_bytes(tree: Any) -> int:
-    """Returns the bytes of the attention scores in a state."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, AttentionScores))
-    return array_bytes(*(leaf for leaf in leaves if isinstance(leaf, AttentionScores)))
 
 
 # --- one device's shard ---
@@ -705,18 +666,6 @@ def _prefill(
 
 
 @per_device
-def _append(
-    cache: Cache[S],
-    counters: Counters,
-    keys: Float[Array, "B T H_kv D"],
-    values: Float[Array, "B T H_kv D_v"],
-    lengths: Int[Array, "B"] | None,
-    predicted_scores: Float[Array, "B H_kv T"] | None,
-) -> tuple[Cache[S], Counters]:
-    return _stage(cache, counters, keys, values, lengths, predicted_scores)
-
-
-@per_device
 def _attend_only(
     cache: Cache, counters: Counters, query: Float[Array, "B T H_q D"], sink_logits: Float[Array, "H_q"] | None
 ) -> tuple[Float[Array, "B T H_q"], Float[Array, "B T H_q D_v"], Float[Array, "B T H_q"]]:
@@ -747,11 +696,6 @@ def _step(
     return normalize(partials), cache, counters
 
 
-@per_device
-def _compact(cache: Cache[S], counters: Counters) -> tuple[Cache[S], Counters]:
-    return _compact_shard(cache, counters)
-
-
 def _compact_shard(cache: Cache[S], counters: Counters) -> tuple[Cache[S], Counters]:
     """Passes one device's staged tokens to the policy, which may drop them."""
     # Counted here and not in `_stage`: a check per decode step would be one more kernel per layer.
@@ -778,6 +722,9 @@ def _stage(
     staging, counters = stagings.append(cache.staging, counters, keys, values, lengths, predicted_scores)
     past = jnp.maximum(counters.num_tokens - cache.spec.capacity, 0)
     return dataclasses.replace(cache, staging=staging), dataclasses.replace(counters, past=past)
+
+
+_append, _compact = per_device(_stage), per_device(_compact_shard)
 
 
 def _segments(cache: Cache, counters: Counters, tokens: int) -> tuple[Segment | BlockStoreRead, ...]:
@@ -818,7 +765,9 @@ def _attend(
     )
     if any(isinstance(one, Segment) and one.log_den is not None for one in (*segments, *prefix_segments)):
         # Numerator and denominator have different entries, so that their ratio is not a mean of values.
-        invalid = jnp.any(~_has_finite_output(partials), axis=2)
+        # A numerator without a denominator has no finite output.
+        output = partials.numerator / partials.denominator[..., None]
+        invalid = jnp.any(~jnp.isfinite(output) & (partials.numerator != 0), axis=(2, 3))
         if appended is not None:
             invalid &= appended
         count = sum_over_heads(jnp.sum(invalid, axis=1, dtype=jnp.int32))
@@ -826,14 +775,11 @@ def _attend(
     if appended is not None:
         observed = policy.observe(cache.state, AttentionStats(stats[:-1], stats[-1], appended))
         cache = dataclasses.replace(cache, state=observed)
-    denominator = jnp.where(_is_faulty(cache, counters)[:, None, None], jnp.nan, partials.denominator)
+    # Rows that have lost tokens or hold invalid state.
+    faults = counters.overflow | cache.reused | cache.not_finite | cache.policy_faults
+    is_faulty = (faults != 0) | (counters.num_tokens > cache.spec.capacity)
+    denominator = jnp.where(is_faulty[:, None, None], jnp.nan, partials.denominator)
     return partials._replace(denominator=denominator), cache
-
-
-def _has_finite_output(partials: Partials) -> Bool[Array, "B T H_q"]:
-    """Returns which attention outputs are finite. A numerator without a denominator has no finite output."""
-    output = partials.numerator / partials.denominator[..., None]
-    return jnp.all(jnp.isfinite(output) | (partials.numerator == 0), axis=3)
 
 
 def _scale_queries(spec: CacheSpec, query: Array) -> Array:
@@ -853,12 +799,6 @@ def _zero_repeated(spec: CacheSpec, repeated: RepeatedPrompt) -> RepeatedPrompt:
     valid = (jnp.arange(width) < repeated.lengths[..., None]).reshape(repeated.keys.shape[0], -1)
     queries = _scale_queries(spec, _zero_invalid(repeated.queries, valid))
     return dataclasses.replace(repeated, queries=queries, keys=_zero_invalid(repeated.keys, valid))
-
-
-def _is_faulty(cache: Cache, counters: Counters) -> Bool[Array, "B"]:
-    """Returns the rows that have lost tokens or hold invalid state."""
-    faults = counters.overflow | cache.reused | cache.not_finite | cache.policy_faults
-    return (faults != 0) | (counters.num_tokens > cache.spec.capacity)
 
 
 def _count_not_finite(
@@ -882,28 +822,22 @@ def _count_policy_faults(cache: Cache[S]) -> Cache[S]:
 # --- checks ---
 
 
-def _check_new_tokens(cache: Cache, counters: Counters, keys: Array, values: Array, lengths: Array | None) -> None:
+def _check_new_tokens(
+    cache: Cache, counters: Counters, keys: Array, values: Array, lengths: Array | None, scores: Array | None
+) -> None:
+    """Raises an error for counters of another cache, and for tokens or predicted scores that do not fit the cache."""
     check_counters(cache.staging, counters, cache.spec)
     check_tokens(cache.spec, cache.staging.keys.shape[0], keys, values, lengths)
-
-
-def _check_predicted_scores(scores: Array | None, keys: Array) -> None:
-    """Raises a ValueError for predicted scores whose shape does not fit the keys of the prompt."""
-    if scores is None:
-        return
-    check_dtype("predicted_scores", scores, jnp.floating)
-    batch, tokens, kv_heads, _ = keys.shape
-    if scores.shape != (batch, kv_heads, tokens):
+    if scores is not None:
+        check_dtype("predicted_scores", scores, jnp.floating)
+        expected = (keys.shape[0], keys.shape[2], keys.shape[1])
+        if scores.shape != expected:
+            raise ValueError(f"predicted_scores have shape {scores.shape}, expected [B, H_kv, T] = {expected}")
+    elif cache.policy.requires.predicted_scores:
         raise ValueError(
-            f"predicted_scores have shape {scores.shape}, expected [B, H_kv, T] = {(batch, kv_heads, tokens)}"
+            f"{cache.policy} requires predicted scores of new tokens; pass predicted_scores, as kvjax_models does with "
+            "the model's profile"
         )
-
-
-def _check_new_scores(cache: Cache, scores: Array | None, keys: Array) -> None:
-    """Raises a ValueError if the policy requires scores of new tokens that are missing or have another shape."""
-    if scores is None and cache.policy.requires.predicted_scores:
-        raise ValueError(f"{cache.policy} requires predicted scores of new tokens; pass predicted_scores")
-    _check_predicted_scores(scores, keys)
 
 
 def _known_num_tokens(counters: Counters) -> Int[np.ndarray, "B"]:

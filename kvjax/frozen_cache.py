@@ -50,7 +50,6 @@ def frozen_segments(cache: FrozenCache, tokens_after: Int[Array, "D #R"]) -> tup
     """Returns what queries read of prefixes.
 
     Args:
-        cache: the prefixes.
         tokens_after: int32 number of tokens after the prefix that each query sees, its own included.
 
     Returns:
@@ -69,7 +68,6 @@ def attend_frozen(
         cache: D prefixes.
         query: queries, scaled as `attention` expects them.
         tokens_after: as for `frozen_segments`, by row.
-        kv_heads: KV heads of this device.
 
     Returns:
         The partial softmax, by token, and the segments.

@@ -10,9 +10,6 @@ from typing import Any
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Returns `__getattr__` and `__dir__` of a package whose names are in its module `names`.
 
-    Args:
-        package: name of the package.
-
     Returns:
         A function that imports a module of the package, or all names, and one that lists the names.
     """

@@ -21,7 +21,6 @@ def did_you_mean(name: Any, names: Iterable[str]) -> str:
 
     Args:
         name: the name as a user wrote it.
-        names: the valid names.
 
     Returns:
         "did you mean 'x'? ", or an empty text if no valid name is similar.
@@ -47,9 +46,6 @@ def describe_os_error(error: OSError) -> str:
 
 def format_bytes(count: float) -> str:
     """Formats bytes in binary units: 1536 is "1.5 KiB".
-
-    Args:
-        count: number of bytes.
 
     Returns:
         The number with its unit: B, KiB, MiB or GiB.

@@ -22,16 +22,11 @@ def merge(*partials: Partials) -> Partials:
     """Merges partial softmaxes; exact, associative and commutative up to rounding.
 
     Args:
-        *partials: partial softmaxes of disjoint entries.
+        *partials: partial softmaxes of disjoint entries, at least one.
 
     Returns:
         The partial softmax of all entries.
-
-    Raises:
-        ValueError: if no partial softmax is given.
     """
-    if not partials:
-        raise ValueError("merge needs at least one partial softmax, got none")
     return merge_partials(*partials)
 
 
@@ -40,7 +35,6 @@ def normalize(partials: Partials, dtype: jax.typing.DTypeLike = jnp.float32) -> 
 
     Args:
         partials: a partial softmax, by token.
-        dtype: dtype of the result.
 
     Returns:
         The attention output; zero for rows without entries.
@@ -78,7 +72,6 @@ def group_queries(queries: Float[Array, "B T H_q D"], kv_heads: int) -> Float[Ar
 
     Args:
         queries: queries of all query heads; H_q is a multiple of `kv_heads`.
-        kv_heads: number of KV heads.
 
     Returns:
         R = T * G queries per KV head, for G = H_q / H_kv query heads; the queries of one token are adjacent.
@@ -92,7 +85,6 @@ def shift_of_logits(rows: Float[Array, "B H R D"], offset: Float[Array, "B H D"]
     """Returns the change of each query's logits if a vector is added to all keys.
 
     Args:
-        rows: the queries.
         offset: one vector per KV head, such as the mean key.
 
     Returns:
@@ -107,7 +99,6 @@ def shift_logits(partials: Partials, shift: Float[Array, "B H R"]) -> Partials:
 
     Args:
         partials: a partial softmax by KV head, [B, H, R, ...].
-        shift: the numbers.
 
     Returns:
         The partial softmax with these logits.
@@ -121,7 +112,6 @@ def by_token(partials: Partials, tokens: int) -> Partials:
 
     Args:
         partials: a partial softmax as kernels return it.
-        tokens: T.
 
     Returns:
         The partial softmax by token, with empty sums for rows that read no entry.

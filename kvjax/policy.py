@@ -248,7 +248,6 @@ class Policy(abc.ABC, Generic[S]):
         """Returns an empty state.
 
         Args:
-            spec: the layer's spec.
             row_keys: one PRNG key per batch row.
 
         Returns:
@@ -324,6 +323,21 @@ class Policy(abc.ABC, Generic[S]):
             An array with leading axes [B, H_kv], or None. By default the previous layer's carry, unchanged.
         """
         return prompt.layer_carry
+
+
+def check_policy_class(policy_class: Any) -> None:
+    """Checks that a class is a policy.
+
+    Raises:
+        TypeError: if it is not a frozen dataclass that derives from `Policy`.
+    """
+    # A class that inherits from a dataclass without being one does not define these parameters itself.
+    parameters = vars(policy_class).get("__dataclass_params__") if isinstance(policy_class, type) else None
+    if not (parameters and parameters.frozen and issubclass(policy_class, Policy)):
+        raise TypeError(
+            f"{getattr(policy_class, '__name__', policy_class)} must be a kvjax.policy.Policy and a frozen dataclass, "
+            "because compiled programs and saved states are identified by its value"
+        )
 
 
 def check_budget(
@@ -403,9 +417,6 @@ def check_setting_types(policy: Policy) -> None:
 def setting_types(policy_class: type) -> dict[str, Any]:
     """Returns the annotated type of every setting of a policy class.
 
-    Args:
-        policy_class: a dataclass.
-
     Returns:
         Types by field name, with string annotations resolved.
     """
@@ -462,9 +473,6 @@ def _python_scalars(value: Any) -> Any:
 
 def describe(policy: Policy) -> dict[str, Any]:
     """Describes a policy as a JSON object.
-
-    Args:
-        policy: any policy.
 
     Returns:
         The class name under "class", and every setting that equality of policies depends on; policies within a policy

@@ -132,7 +132,6 @@ def masked_softmax(
     """Computes the softmax of logits with the logit cap and the attention sink logits of a prompt's model.
 
     Args:
-        logits: logits of the keys.
         visible: keys that count.
 
     Returns:

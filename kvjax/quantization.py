@@ -105,10 +105,6 @@ def parse_kv_dtype(kv_dtype: KVDtype | tuple[KVDtype, KVDtype] | None) -> KVForm
 def check_width(name: str, dim: int) -> None:
     """Checks that vectors of a dimension can be packed in a format.
 
-    Args:
-        name: the format.
-        dim: dimensions of a vector.
-
     Raises:
         ValueError: if the dimension is not a multiple of the packing width of formats below 8 bits.
     """
@@ -125,17 +121,12 @@ def empty_quantized(
     """Returns a quantized array of zeros.
 
     Args:
-        name: the format.
         shape: shape [..., S, D] of the array before quantization.
         offset_shape: shape of a zero offset; None for no offset.
 
     Returns:
         The array.
-
-    Raises:
-        ValueError: if D does not fill an integer number of bytes.
     """
-    check_width(name, shape[-1])
     form = FORMATS[name]
     width = packing.packed_width(shape[-1], form.bits)
     offset = None if offset_shape is None else jnp.zeros(offset_shape, jnp.float32)
@@ -149,8 +140,6 @@ def quantize(
     """Quantizes vectors.
 
     Args:
-        x: the vectors.
-        name: the format.
         offset: float32, subtracted from all S vectors first.
         unbiased: whether to stretch each vector until its inner product with its original is the original's square.
             Few bits shrink vectors (11% at 2 bits); keys are stretched, so that logits are right on average.
@@ -222,9 +211,6 @@ def rotation(dim: int) -> np.ndarray:
     It is a Hadamard matrix with random signs if `dim` is a power of two, otherwise a random orthogonal matrix. It is
     the same in every process and version, because saved states depend on it.
 
-    Args:
-        dim: dimensions of the vectors.
-
     Returns:
         A float32 matrix [dim, dim].
     """
@@ -287,7 +273,6 @@ def init_stored(tree: T, formats: KVFormats | None, dtype: Any) -> T:
     Args:
         tree: the state that `Policy.init` made, all zeros.
         formats: formats of keys and values, if any.
-        dtype: dtype of the cache.
 
     Returns:
         The stored state.
@@ -392,8 +377,6 @@ def write_entries(
     """Writes vectors into keys or values, quantized if the buffer is; other vectors keep their bits.
 
     Args:
-        buffer: keys or values.
-        new: new vectors.
         write: returns an array with new items; called with the buffer's vectors, or with its numbers and its scales.
         valid: None for values. For keys: which new vectors count for the offset if the buffer has none yet.
 

@@ -15,7 +15,7 @@ from kvjax.messages import describe_os_error, did_you_mean, shorten, unknown_pol
 from kvjax.methods import table
 from kvjax.methods.exact.exact import Exact
 from kvjax.methods.top_k.top_k_policy import TopKPolicy
-from kvjax.policy import Policy, setting_types, type_name
+from kvjax.policy import Policy, check_policy_class, setting_types, type_name
 from kvjax.policy_docs import THEORY as THEORY
 from kvjax.policy_docs import in_order
 from kvjax.spec import TILE, CacheSpec
@@ -49,12 +49,7 @@ def register(name: str, policy_class: PolicyClass) -> PolicyClass:
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise ValueError(f"name={name!r} must consist of lower-case letters, digits and underscores")
-    # A class that inherits from a dataclass without being one does not define these parameters itself.
-    parameters = vars(policy_class).get("__dataclass_params__") if isinstance(policy_class, type) else None
-    if not (parameters and parameters.frozen and issubclass(policy_class, Policy)):
-        raise TypeError(
-            f"policy_class={policy_class!r} must be a frozen dataclass that derives from kvjax.policy.Policy"
-        )
+    check_policy_class(policy_class)
     if POLICIES.setdefault(name, policy_class) is not policy_class:
         raise ValueError(f"name={name!r} is already registered for {POLICIES[name].__name__}; choose another name")
     return policy_class
@@ -159,7 +154,6 @@ class PolicyChoice:
         """Returns the policy for a cache.
 
         Args:
-            spec: the cache's spec.
             tokens: tokens of the full cache that a fractional budget refers to.
 
         Returns:
@@ -215,7 +209,6 @@ def resolve_policy(policy: AnyPolicy, budget: int | str | Budget | None, spec: C
             number of slots, or a policy.
         budget: slots per KV head (1024), a fraction of the bytes of a full cache ("25%"; a retrieval policy's step
             reads at most as many) or bytes of a sequence over all layers ("64MiB"); None if the policy has one.
-        spec: spec of the caches.
         tokens: tokens of the full cache that a fraction refers to.
 
     Returns:
@@ -230,10 +223,6 @@ def resolve_policy(policy: AnyPolicy, budget: int | str | Budget | None, spec: C
 def policy_values(policy: AnyPolicy, budget: int | str | Budget | None) -> tuple[PolicyValue, Budget | None]:
     """Turns a policy and its budget into values, and checks them before the sizes of a cache are known.
 
-    Args:
-        policy: as for `resolve_policy`.
-        budget: as for `resolve_policy`.
-
     Returns:
         The policy without a budget in text, and the budget; None for a policy that needs none.
 
@@ -243,30 +232,28 @@ def policy_values(policy: AnyPolicy, budget: int | str | Budget | None) -> tuple
     """
     if isinstance(policy, str):
         policy = PolicyChoice.parse(policy)
+    own: Budget | None = None
+    refusal = "keeps everything and takes no budget; remove"
     if isinstance(policy, PolicyChoice):
-        if policy.budget is not None and budget is not None:
-            raise ValueError(f"policy {policy} has a budget; remove it or budget={budget}")
-        if not policy.takes_budget and budget is not None:
-            raise ValueError(f"policy {policy} keeps everything and takes no budget; remove budget={budget}")
-        budget = policy.budget if budget is None else budget
+        name, own, takes_budget = f"policy {policy}", policy.budget, policy.takes_budget
         policy = dataclasses.replace(policy, budget=None)
-        if not policy.takes_budget:
-            return policy, None
-        name = f"policy {policy}"
+        if own is not None:
+            refusal = "has a budget; remove it or"
     elif isinstance(policy, Policy):
-        if budget is not None and isinstance(policy, Exact):
-            raise ValueError(f"{policy} keeps everything and takes no budget; remove budget={budget}")
-        if budget is not None:
-            raise ValueError(f"{policy} has a budget; pass budget={budget} with its class or its name instead")
-        return policy, None
+        name, takes_budget = str(policy), False
+        if not isinstance(policy, Exact):
+            refusal = "has a budget; pass its class or its name with"
     elif isinstance(policy, type) and issubclass(policy, Policy) and "budget" not in setting_types(policy):
-        if budget is not None:
-            raise ValueError(f"{policy.__name__} takes no budget; remove budget={budget}")
-        return policy, None
+        name, takes_budget, refusal = policy.__name__, False, "takes no budget; remove"
     elif callable(policy):
-        name = str(getattr(policy, "__name__", policy))
+        name, takes_budget = str(getattr(policy, "__name__", policy)), True
     else:
         raise TypeError(f"policy={shorten(policy)} must be a name, a class of policies or a policy")
+    if budget is not None and (own is not None or not takes_budget):
+        raise ValueError(f"{name} {refusal} budget={budget}")
+    if not takes_budget:
+        return policy, None
+    budget = own if budget is None else budget
     if budget is None:
         raise ValueError(f'{name} needs a budget: a share ("25%"), bytes ("64MiB") or slots (1024)')
     return policy, Budget.of(budget)
@@ -278,9 +265,7 @@ def fit_policy(
     """Returns the policy that fills a budget, of values that `policy_values` returned.
 
     Args:
-        policy: the policy.
         budget: the budget; None for a policy that needs none.
-        spec: spec of the caches.
         tokens: tokens of the full cache that a fraction refers to.
         allow_smallest: whether a fraction into which no cache fits gives the smallest one (`fit_share`).
 

@@ -27,16 +27,7 @@ def rotation(
 def rotate(
     x: Float[Array, "B T H D"], cos: Float[Array, "B T half_D"], sin: Float[Array, "B T half_D"]
 ) -> Float[Array, "B T H D"]:
-    """Rotates the pairs (i, i + D/2) of every head, the pairing of Hugging Face checkpoints.
-
-    Args:
-        x: vectors.
-        cos: cosines of the angles.
-        sin: sines of the angles.
-
-    Returns:
-        The rotated vectors.
-    """
+    """Rotates the pairs (i, i + D/2) of every head, the pairing of Hugging Face checkpoints."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

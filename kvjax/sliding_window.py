@@ -38,7 +38,6 @@ class SlidingWindow(Policy[Window]):
         """Returns an empty window.
 
         Args:
-            spec: spec of the layer.
             row_keys: not used, because the policy draws no random numbers.
 
         Returns:
@@ -61,7 +60,6 @@ class SlidingWindow(Policy[Window]):
         """Returns the tokens of the window that are among the last `budget` tokens of each query.
 
         Args:
-            state: the window.
             num_visible_staged: int32 number of staged tokens that each query attends to. A full window hides as many of
                 its oldest tokens.
 
@@ -72,10 +70,6 @@ class SlidingWindow(Policy[Window]):
 
     def compact(self, state: Window, new: Tokens) -> Window:
         """Appends the staged tokens and drops the oldest ones.
-
-        Args:
-            state: the window.
-            new: the staged tokens.
 
         Returns:
             The window of the last `budget` tokens.

@@ -18,23 +18,8 @@ TILE = 16  # slots, see `round_to_tiles`
 MAX_TOKENS = 2**24
 
 
-# Smallest values of the integer fields of `CacheSpec`, and the integer fields that may be None.
-_INTEGERS = {
-    "batch": 1,
-    "query_heads": 1,
-    "kv_heads": 1,
-    "head_dim": 1,
-    "max_prompt_tokens": 1,
-    "max_new_tokens": 0,
-    "value_dim": 1,
-    "window": 1,
-    "layer": 0,
-    "layers": 1,
-    "staging_slots": 0,
-    "sequence_shards": 1,
-    "head_shards": 1,
-}
-_OPTIONAL = ("value_dim", "window", "staging_slots")
+# The integer fields of `CacheSpec` that may be 0; the smallest value of the others is 1.
+_FROM_ZERO = ("max_new_tokens", "layer", "staging_slots")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +76,11 @@ class CacheSpec:
     head_shards: int = 1
 
     def __post_init__(self) -> None:
-        for name, minimum in _INTEGERS.items():
-            if (value := getattr(self, name)) is not None or name not in _OPTIONAL:
-                object.__setattr__(self, name, check_integer(name, value, minimum))
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is int or (field.type == int | None and value is not None):
+                checked = check_integer(field.name, value, 0 if field.name in _FROM_ZERO else 1)
+                object.__setattr__(self, field.name, checked)
         for name in ("scale", "logit_cap"):
             if (value := getattr(self, name)) is not None and not (is_number(value) and value > 0):
                 raise ValueError(f"{name}={shorten(value)} must be a finite number above 0, or None")
@@ -160,7 +147,6 @@ def check_integer(name: str, value: Any, minimum: int) -> int:
     """Returns an integer as Python's.
 
     Args:
-        name: name of the argument.
         value: its value; NumPy's integers are allowed, bools are not.
         minimum: smallest allowed value.
 
@@ -197,10 +183,6 @@ def check_tokens(
     """Checks the shapes and dtypes of new tokens; broadcasting would hide wrong ones.
 
     Args:
-        spec: the cache's spec.
-        batch: batch rows of the cache.
-        keys: new keys.
-        values: new values.
         lengths: tokens per row.
 
     Raises:
@@ -224,8 +206,6 @@ def check_dtype(name: str, array: Any, kind: Any) -> None:
     """Checks that an argument is an array with a dtype that JAX supports.
 
     Args:
-        name: name of the argument.
-        array: the argument.
         kind: `jnp.floating` or `jnp.integer`.
 
     Raises:
@@ -245,8 +225,6 @@ def check_queries(spec: CacheSpec, batch: int, queries: Float[Array, "B T H_q D"
     """Checks the shape and dtype of queries.
 
     Args:
-        spec: the cache's spec.
-        batch: batch rows of the cache.
         tokens: expected number of tokens T; None for any number from 1.
 
     Raises:
@@ -264,7 +242,6 @@ def check_sink_logits(sink_logits: Float[Array, "H_q"] | None, query_heads: int)
 
     Args:
         sink_logits: one logit per query head; -inf for a head without a sink.
-        query_heads: H_q.
 
     Raises:
         ValueError: if the shape or dtype does not fit, or a known logit is NaN or inf.
@@ -280,9 +257,6 @@ def check_sink_logits(sink_logits: Float[Array, "H_q"] | None, query_heads: int)
 
 def is_concrete(*arrays: Any) -> bool:
     """Returns whether the values of arrays can be read: outside jit, and on devices of this process.
-
-    Args:
-        *arrays: arrays or pytrees of arrays.
 
     Returns:
         Whether all of them can be read.
@@ -311,9 +285,6 @@ def round_to_tiles(slots: int) -> int:
     """Rounds down to a multiple of `TILE` if that removes at most 2% of the slots.
 
     XLA lays out stores of other sizes in a way that TPU kernels cannot read, and copies them once per decode block.
-
-    Args:
-        slots: a number of slots.
 
     Returns:
         The rounded number.

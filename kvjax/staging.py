@@ -81,7 +81,6 @@ def init_staging(spec: CacheSpec, slots: int, *, scored: bool = False) -> tuple[
     """Returns an empty staging buffer and its counters.
 
     Args:
-        spec: the cache's spec.
         slots: maximum number of tokens in the buffer, P.
         scored: whether tokens have predicted scores.
 
@@ -104,8 +103,6 @@ def check_counters(staging: Staging, counters: Counters, spec: CacheSpec) -> Non
 
     Args:
         staging: staging buffer of the cache.
-        counters: the counters.
-        spec: spec of the cache.
 
     Raises:
         TypeError: if they are not `Counters`.
@@ -132,9 +129,6 @@ def append(
     """Appends T tokens, the first `lengths[b]` of them in row b.
 
     Args:
-        staging: the buffer.
-        keys: new keys.
-        values: new values.
         lengths: tokens per row; None for T.
         scores: predicted scores, if the buffer has them.
 
@@ -197,7 +191,6 @@ def staged_segment(staging: Staging, counters: Counters, tokens: int) -> Segment
     """Returns the buffer as attention reads it.
 
     Args:
-        staging: the buffer.
         tokens: T newest tokens, whose queries see tokens up to their own (causal attention); 1 for queries that see
             everything.
 
@@ -218,9 +211,6 @@ def staged_segment(staging: Staging, counters: Counters, tokens: int) -> Segment
 def num_visible_staged(counters: Counters, tokens: int) -> Int[Array, "B #T"]:
     """Counts the staged tokens of its row that each query sees.
 
-    Args:
-        tokens: as for `staged_segment`.
-
     Returns:
         int32 counts.
     """
@@ -237,9 +227,6 @@ def _causal_ends(counters: Counters, tokens: int) -> Int[Array, "T"]:
 
 def take_staged(staging: Staging, counters: Counters) -> tuple[Tokens, Counters]:
     """Returns the staged tokens for a compaction.
-
-    Args:
-        staging: the buffer.
 
     Returns:
         The tokens, moved to the first slots of every row, and the counters of an empty buffer.

@@ -87,7 +87,7 @@ def static(default: Any = dataclasses.MISSING) -> Any:
 def state(cls: type[T]) -> type[T]:
     """Makes a class a frozen dataclass and a pytree whose axes are the dimension names of its annotations."""
     for name, annotation in inspect.get_annotations(cls).items():
-        if (axes := _annotated_axes(annotation)) is not None:
+        if (axes := annotated_axes(annotation)) is not None:
             _check_axes(f"{cls.__name__}.{name}", axes)
             declared = cls.__dict__.get(name, dataclasses.MISSING)
             if isinstance(declared, dataclasses.Field):
@@ -98,7 +98,7 @@ def state(cls: type[T]) -> type[T]:
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 
 
-def _annotated_axes(annotation: Any) -> tuple[str, ...] | None:
+def annotated_axes(annotation: Any) -> tuple[str, ...] | None:
     """Returns the dimension names of `Float[Array, "B S D"]` or of a union with it; None without an array type."""
     options = [option for option in typing.get_args(annotation) or (annotation,) if option is not type(None)]
     names = {tuple(option.dim_str.split()) for option in options if hasattr(option, "dim_str")}
@@ -144,7 +144,7 @@ class RunningMean:
     residual: QuantizedArray
 
 
-def map_fields(function: Callable[..., Any], tree: Any, *others: Any, leading: tuple[str, ...] = ()) -> Any:
+def map_fields(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
     """Maps `function(field, array, *other_arrays)` over all arrays of a state.
 
     The arrays inside a `QuantizedArray` or a `RunningMean` are mapped one by one, with the axes that each has.
@@ -153,7 +153,6 @@ def map_fields(function: Callable[..., Any], tree: Any, *others: Any, leading: t
         function: receives the `ArrayField` and one array of every tree.
         tree: a state, or tuples, lists and dicts of states.
         others: trees of the same structure.
-        leading: axes in front of the annotated ones.
 
     Returns:
         A tree of the same structure with the function's results.
@@ -164,22 +163,21 @@ def map_fields(function: Callable[..., Any], tree: Any, *others: Any, leading: t
 
     def map_array(field: ArrayField, leaf: Any, *other: Any) -> Any:
         """Applies the function to the arrays inside one `leaf`, with the axes of its `field`."""
+        axes = field.axes
         if isinstance(leaf, RunningMean):
-            stored = map_array(field, leaf.stored, *(one.stored for one in other))
-            return RunningMean(stored, map_array(field, leaf.residual, *(one.residual for one in other)))
-        if not isinstance(leaf, QuantizedArray):
+            parts = {"stored": axes, "residual": axes}
+        elif isinstance(leaf, QuantizedArray):
+            parts = {"values": axes, "scale": axes[:-1], "offset": (*axes[:-2], axes[-1])}
+        else:
             return function(field, leaf, *other)
-        offset_axes = (*field.axes[:-2], field.axes[-1])
-        return dataclasses.replace(
-            leaf,
-            values=function(field, leaf.values, *(one.values for one in other)),
-            scale=function(field._replace(axes=field.axes[:-1]), leaf.scale, *(one.scale for one in other)),
-            offset=None
-            if leaf.offset is None
-            else function(field._replace(axes=offset_axes), leaf.offset, *(one.offset for one in other)),
-        )
+        mapped = {
+            name: map_array(field._replace(axes=axes), *(getattr(one, name) for one in (leaf, *other)))
+            for name, axes in parts.items()
+            if getattr(leaf, name) is not None
+        }
+        return dataclasses.replace(leaf, **mapped)
 
-    return map_stored(map_array, tree, *others, leading=leading)
+    return map_stored(map_array, tree, *others)
 
 
 def map_stored(function: Callable[..., Any], tree: Any, *others: Any, leading: tuple[str, ...] = ()) -> Any:
@@ -221,6 +219,13 @@ def map_stored(function: Callable[..., Any], tree: Any, *others: Any, leading: t
             inner = leading + field.metadata.get("stacked", ())
             changes[field.name] = map_stored(function, *leaves, leading=inner)
     return dataclasses.replace(tree, **changes)
+
+
+def array_fields(tree: Any) -> list[tuple[ArrayField, Array]]:
+    """Returns all arrays of a state with their declarations."""
+    pairs: list[tuple[ArrayField, Array]] = []
+    map_fields(lambda *pair: pairs.append(pair), tree)
+    return pairs
 
 
 class CacheBytes(NamedTuple):
@@ -419,19 +424,14 @@ def raise_faults(tree: Any) -> None:
         >>> cache, counters = kvjax.init(kvjax.StreamingLLM(budget=32), spec, jax.random.split(jax.random.key(0), 1))
         >>> kvjax.raise_faults((cache, counters))
     """
-    faults: list[str] = []
-
-    def check(field: ArrayField, leaf: Array) -> Array:
-        """Adds the name and the value of a nonzero fault counter `leaf` to `faults`; its `field` declares it."""
+    faults = []
+    for field, leaf in array_fields(tree):
         if field.fault:
             # On several processes a shard may be out of reach; absolute values, so that counts cannot cancel.
             local = getattr(leaf, "is_fully_addressable", True)
             if count := int(np.sum(np.abs(np.asarray(leaf, np.int64))) if local else jnp.sum(jnp.abs(leaf))):
                 listed = f"={np.asarray(leaf).tolist()}" if local else ""
                 faults.append(f"{field.name}{listed}: {field.fault} ({count} in total)")
-        return leaf
-
-    map_fields(check, tree)
     if faults:
         raise ValueError("the cache state is invalid: " + "; ".join(faults))
 
@@ -439,22 +439,14 @@ def raise_faults(tree: Any) -> None:
 def count_row_faults(tree: Any) -> Int[Array, "B"] | None:
     """Counts the nonzero fault counters of every row.
 
-    Args:
-        tree: a state.
-
     Returns:
         One int32 count per row; None for a state without fault counters per row.
     """
-    counts: list[Array] = []
-
-    def count(field: ArrayField, leaf: Array) -> Array:
-        """Adds the nonzero elements per row of a fault counter `leaf` to `counts`, if its `field` is one."""
-        if field.fault and field.batch_axis is not None:
-            others = [axis for axis in range(leaf.ndim) if axis != field.batch_axis]
-            counts.append(jnp.sum(leaf != 0, axis=others, dtype=jnp.int32))
-        return leaf
-
-    map_fields(count, tree)
+    counts = [
+        jnp.sum(leaf != 0, axis=[axis for axis in range(leaf.ndim) if axis != field.batch_axis], dtype=jnp.int32)
+        for field, leaf in array_fields(tree)
+        if field.fault and field.batch_axis is not None
+    ]
     return sum(counts[1:], start=counts[0]) if counts else None
 
 
@@ -514,15 +506,7 @@ def batch_size(tree: Any) -> int:
     Raises:
         ValueError: if its arrays have several numbers of rows, or none.
     """
-    sizes: set[int] = set()
-
-    def collect(field: ArrayField, leaf: Array) -> Array:
-        """Adds the batch size of one array `leaf` to `sizes`."""
-        if field.batch_axis is not None:
-            sizes.add(leaf.shape[field.batch_axis])
-        return leaf
-
-    map_fields(collect, tree)
+    sizes = {leaf.shape[field.batch_axis] for field, leaf in array_fields(tree) if field.batch_axis is not None}
     if len(sizes) != 1:
         raise ValueError(f"the state has no single batch size: {sorted(sizes)}")
     return sizes.pop()

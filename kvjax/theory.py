@@ -63,7 +63,6 @@ class SubGenSettings(NamedTuple):
         """Returns Algorithm 1 with these sizes.
 
         Args:
-            clusters: number of clusters.
             **settings: other settings of `SubGen`; without them it has none of kvjax's additions to the estimate.
 
         Returns:
@@ -182,12 +181,9 @@ def balancekv_settings(
 
     Args:
         epsilon: the error, between 0 and 1.
-        tokens: length of the stream.
         head_dim: dimensions of keys, D.
-        key_norm: largest norm of a key.
         query_norm: largest norm of a query, before the factor 1 / sqrt(D).
         value_dim: dimensions of values, D_v; None for `head_dim`.
-        delta: probability of failure.
         c: the walk's constant; None for the theorem's, which is far above measured ones.
 
     Returns:

@@ -50,9 +50,6 @@ class RandomArrays:
     def array(self, size: tuple[int, ...], dtype: Any) -> Any:
         """Creates the next array.
 
-        Args:
-            size: Its shape.
-
         Returns:
             True for bool, random bytes for uint8, otherwise normal numbers of standard deviation 1/2.
         """
@@ -122,9 +119,7 @@ def main(title: str, quick: Sequence[Shape], shapes: Sequence[Shape]) -> None:
     """Measures an op, prints a table and writes rows.
 
     Args:
-        title: The name of the op.
         quick: Small shapes for `--quick`, which only tests that all forms run.
-        shapes: The shapes to measure.
     """
     arguments = make_parser(title).parse_args()
     run([(title, shape) for shape in (quick if arguments.quick else shapes)], arguments.output)
@@ -158,7 +153,6 @@ def measure(shape: Shape, skipped: Sequence[str] = ()) -> Iterator[dict[str, Any
     """Measures all forms of an op; compiles them at the same time.
 
     Args:
-        shape: The shape to measure.
         skipped: Names of forms that are not measured.
 
     Yields:
@@ -264,9 +258,6 @@ def memory_bandwidth() -> float:
 @functools.cache
 def product_rate(dtype: jnp.dtype) -> float:
     """Measures the flops per second of a large matrix product of random numbers, in float32 with full precision.
-
-    Args:
-        dtype: The dtype of the operands.
 
     Returns:
         Two flops per multiplication.

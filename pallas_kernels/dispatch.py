@@ -41,7 +41,6 @@ class Implementation(NamedTuple):
         Args:
             config: A configuration of any implementation, or None.
             interpret: Passed to Pallas kernels.
-            static: The op's static arguments.
         """
         options = dict(static)
         if self.name.startswith("mosaic"):
@@ -49,6 +48,23 @@ class Implementation(NamedTuple):
         if self.config is not None:
             options["config"] = config if isinstance(config, self.config) else self.config()
         return options
+
+
+def check_config(config: Any, **multiples: int) -> None:
+    """Checks settings of a configuration; None passes.
+
+    Args:
+        config: A dataclass.
+        **multiples: The number of which each setting must be a positive multiple.
+
+    Raises:
+        ValueError: If a setting is not; names the setting.
+    """
+    for name, multiple in multiples.items():
+        value = getattr(config, name)
+        if value is not None and (value < multiple or value % multiple):
+            allowed = f"a multiple of {multiple}" if multiple > 1 else "at least 1"
+            raise ValueError(f"{name}={value}; it must be {allowed}")
 
 
 class PreferXla(NotImplementedError):
@@ -71,17 +87,15 @@ def dispatch(
     Args:
         op: The name of the op, for messages.
         implementations: The op's implementations, in order of preference.
-        requested: See `applicable`.
         *arguments: The op's arguments, pytrees of arrays.
         config: The configuration of the implementation that it belongs to; None for defaults.
         interpret: Passed to Pallas kernels.
-        **static: The op's static arguments.
 
     Returns:
         The result of the op.
     """
     options = {"config": config, "interpret": interpret, "static": static}
-    return run(applicable(op, implementations, requested, *arguments, **options), *arguments, **options)
+    return select(applicable(op, implementations, requested, *arguments, **options), **options)(*arguments)
 
 
 def applicable(
@@ -102,10 +116,6 @@ def applicable(
         implementations: The op's implementations, in order of preference.
         requested: The name of an implementation, which then runs on any platform; "xla" for all forms in XLA; or None
             for all implementations.
-        *arguments: The op's arguments.
-        config: See `dispatch`.
-        interpret: See `dispatch`.
-        static: The op's static arguments.
 
     Returns:
         At least one implementation.
@@ -142,24 +152,13 @@ def applicable(
     return tuple(accepted) if len(chosen) > 1 else (accepted[0]._replace(platforms=()),)
 
 
-def run(
-    implementations: Sequence[Implementation],
-    *arguments: Any,
-    config: Any,
-    interpret: Any,
-    static: Mapping[str, Any],
-) -> Any:
-    """Runs the first implementation for the platform that the program is compiled for.
+def select(
+    implementations: Sequence[Implementation], *, config: Any, interpret: Any, static: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Returns the op as a function that runs the first implementation for the platform it is compiled for.
 
     Args:
         implementations: Implementations that accept the arguments, in order of preference.
-        *arguments: The op's arguments.
-        config: See `dispatch`.
-        interpret: See `dispatch`.
-        static: The op's static arguments.
-
-    Returns:
-        The result of the op.
     """
     by_platform: dict[str, Callable[..., Any]] = {}
     for one in implementations:
@@ -169,8 +168,8 @@ def run(
         if not one.platforms:
             break
     if by_platform.keys() == {"default"}:
-        return by_platform["default"](*arguments)
-    return jax.lax.platform_dependent(*arguments, **by_platform)
+        return by_platform["default"]
+    return functools.partial(jax.lax.platform_dependent, **by_platform)
 
 
 def _default_platform() -> str:

@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import packing
-from pallas_kernels.dispatch import target
+from pallas_kernels.dispatch import check_config, target
 from pallas_kernels.partials import MASK_VALUE
 from pallas_kernels.quantized_array import array_bytes, product_dtype
 
@@ -67,14 +67,7 @@ class GpuConfig:
     splits: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks the values.
-
-        Raises:
-            ValueError: If a value is not allowed.
-        """
-        for name, value in vars(self).items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}; it must be None or at least 1")
+        check_config(self, stages=1, splits=1)
 
 
 class Operands(NamedTuple):
@@ -96,15 +89,7 @@ class Operands(NamedTuple):
 
     @classmethod
     def create(cls, queries: Any, stored: Any) -> "Operands":
-        """Returns the operands for dtypes.
-
-        Args:
-            queries: The dtype of the queries.
-            stored: The dtype of the entries.
-
-        Returns:
-            The operands.
-        """
+        """Returns the operands for dtypes."""
         wide, name = product_dtype(queries, stored), jnp.dtype(stored).name
         if wide == jnp.bfloat16 and name.startswith("float8"):
             return cls(jnp.dtype(jnp.float16), 1, 1, is_direct=False, is_scaled=True)
@@ -196,7 +181,6 @@ def blocked(shape: Sequence[int], dtype: Any, swizzled_as: int | None = None) ->
     """Returns shared memory in a layout without bank conflicts for the matrix unit and the copy engine.
 
     Args:
-        shape: The shape of the array.
         swizzled_as: The columns of the other operand, if both need the same swizzle.
 
     Returns:
@@ -263,9 +247,6 @@ def split_outside_kernels(x: Float[Array, "*N"], parts: int, dtype: Any, axis: i
     `split` would be zero. It keeps `reduce_precision`.
 
     Args:
-        x: The numbers.
-        parts: The number of summands.
-        dtype: Their dtype.
         axis: The axis of the summands in the result.
 
     Returns:
@@ -280,11 +261,6 @@ def split_outside_kernels(x: Float[Array, "*N"], parts: int, dtype: Any, axis: i
 
 def split(x: Array, parts: int, dtype: Any) -> Iterator[Array]:
     """Splits numbers into a sum of numbers of a narrower dtype, in a kernel.
-
-    Args:
-        x: The numbers.
-        parts: The number of summands.
-        dtype: Their dtype.
 
     Yields:
         The summands, largest first.
@@ -306,10 +282,8 @@ def attention_scratch(
     """Returns the shared memory of a program that attends, except for the blocks.
 
     Args:
-        dtype: The dtype of the queries.
         operands: How queries and entries become operands.
         width: The columns of keys and values.
-        columns: From `operand_columns`.
         has_values: Whether there is a numerator.
 
     Returns:
@@ -333,7 +307,6 @@ def fetch_queries(parts: Any, scratch: Mapping[str, Any]) -> None:
 
     Args:
         parts: The queries in global memory, from `query_operands`.
-        scratch: From `attention_scratch`.
     """
     memory = scratch.get("unscaled_queries", scratch["queries"])
     for part in range(parts.shape[0]):
@@ -363,8 +336,6 @@ def store_weights(ref: Any, weights: Float[Array, "64 S"], operands: Operands) -
     """Writes weights to shared memory as operands.
 
     Args:
-        ref: The memory.
-        weights: The weights of a block.
         operands: How weights become operands.
 
     Returns:
@@ -382,7 +353,6 @@ def as_operands(block: Any, buffer: Any | None, operands: Operands, bits: int | 
     """Returns a block of entries in shared memory as operands.
 
     Args:
-        block: The stored block.
         buffer: The memory for converted entries, which needs `plgpu.commit_smem` afterwards. None if entries are
             multiplied directly.
         operands: How entries become operands.
@@ -444,7 +414,6 @@ def query_key_products(queries: Any, keys: Sequence[Any], operands: Operands) ->
     """Multiplies queries in shared memory with keys.
 
     Args:
-        queries: The parts of the queries.
         keys: The operands of a block of keys.
         operands: How queries became operands.
 
@@ -491,7 +460,6 @@ def add_values(
         weights: The parts of the block's weights, in shared memory.
         values: The operands of the block's values.
         operands: How weights became operands.
-        powers: From `store_weights`.
 
     Returns:
         The new numerator.
@@ -531,8 +499,6 @@ def write_partials(
     """Writes a program's partials to global memory.
 
     Args:
-        partials: The partials of all blocks.
-        scratch: From `attention_scratch`.
         refs: The results, of `partials_shapes`.
         index: The sequence, head and split of the program.
         staging: Shared memory for the numerator; None without values.
@@ -566,9 +532,6 @@ def max_and_argmax(
     scores: Float[Array, "64 S"], index: Int[Array, "64 S"]
 ) -> tuple[Float[Array, "64"], Float[Array, "64"]]:
     """Returns the largest score of each row and the smallest of its indices.
-
-    Args:
-        index: The index of each score.
 
     Returns:
         The scores, and the indices as float32, which represents them exactly.
@@ -609,12 +572,10 @@ def launch(
 
     Args:
         kernel: Takes refs of inputs and outputs, and scratch by name.
-        inputs: The arguments.
         outputs: The shapes of the results.
         scratch: Shared memory and barriers.
         grid: The size of each named axis of the grid.
         interpret: Passed to `plgpu.kernel`.
-        flops: An estimate of the flops.
         transcendentals: An estimate of the number of exponentials.
         bytes_accessed: An estimate of the bytes that move; None if all inputs and outputs do.
         approx_math: Whether exponentials are approximated.

@@ -57,7 +57,6 @@ def quantize_queries(parts: Any, scales: Any, queries: Any, factor: float, is_pa
         scales: Shared memory [2, N], float32: the number per unit of a high byte, times `factor`; and the sum that is
             added to products of each query with packed keys, times `factor` (0 unless `is_packed`).
         queries: Shared memory [N, D] with the queries, bfloat16. Rows without a query may hold anything.
-        factor: A factor of the scales.
         is_packed: Whether keys are packed, and `parts` is swizzled for half of the dimensions.
         interpret: Whether the kernel is interpreted.
     """

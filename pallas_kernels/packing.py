@@ -59,18 +59,12 @@ def pack(codes: UInt8[Array, "*A D"], bits: int) -> UInt8[Array, "*A W"]:
     """Packs codes into bytes.
 
     Args:
-        codes: Integers in [0, 2**bits).
+        codes: Integers in [0, 2**bits); D is a multiple of `COLUMNS`.
         bits: 4, 3 or 2.
 
     Returns:
         W = D * bits / 8 bytes per vector.
-
-    Raises:
-        ValueError: If D is not a multiple of `COLUMNS`.
     """
-    columns = codes.shape[-1]
-    if columns % COLUMNS:
-        raise ValueError(f"{columns} columns of {bits} bits; they must be a multiple of {COLUMNS}")
     planes, shift = [], 0
     for width in PLANES[bits]:
         plane = (codes >> shift) & (2**width - 1)
@@ -135,7 +129,6 @@ def join_parts(results: Iterable[tuple[int, Array]], axis: int = -1) -> Array:
 
     Args:
         results: The factor and the result of each of `parts`, in order.
-        axis: The axis of the columns.
 
     Returns:
         The results in the order of the columns.

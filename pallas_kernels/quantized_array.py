@@ -102,7 +102,6 @@ def product_dtype(queries: Any, stored: Any) -> Any:
     """Returns the dtype in which products of queries with stored keys or values are computed.
 
     Args:
-        queries: The dtype of the queries.
         stored: The dtype of the stored array.
 
     Returns:

@@ -31,7 +31,6 @@ def launch(
         scalars: Arguments in scalar memory, which index maps read.
         scratch: On-chip memory.
         interpret: Passed to `pallas_call`.
-        flops: An estimate of the flops.
         transcendentals: An estimate of the number of exponentials.
         bytes_accessed: An estimate of the bytes that move; None if all inputs and outputs do.
         **compiler_params: Further fields of `pltpu.CompilerParams`.

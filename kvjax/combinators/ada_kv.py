@@ -82,9 +82,6 @@ class AdaKV(Policy[AdaKVState]):
     def for_layer(self, spec: CacheSpec) -> "AdaKV":
         """Returns Ada-KV with the budget of one layer.
 
-        Args:
-            spec: spec of the layer.
-
         Returns:
             A policy whose inner policy is `policy.for_layer(spec)`.
         """
@@ -94,7 +91,6 @@ class AdaKV(Policy[AdaKVState]):
         """Returns an empty pool.
 
         Args:
-            spec: spec of the layer.
             row_keys: not used, because the policy draws no random numbers.
 
         Returns:
@@ -156,7 +152,6 @@ class AdaKV(Policy[AdaKVState]):
         """Returns one segment per head, all over the same pool.
 
         Args:
-            state: the pool.
             num_visible_staged: not used, because staged tokens hide no slot.
 
         Returns:
@@ -181,7 +176,6 @@ class AdaKV(Policy[AdaKVState]):
         """Writes later tokens into each head's empty slots, then over its tokens of lowest rank.
 
         Args:
-            state: the pool.
             new: the staged tokens; every head stores all of them.
 
         Returns:

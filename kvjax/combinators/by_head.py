@@ -1,9 +1,8 @@
 """Policies that differ from KV head to KV head, each with separate buffers."""
 
 import dataclasses
-import functools
 from collections import Counter
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +10,13 @@ from jaxtyping import Array, Int, Key
 
 from kvjax.attention import AttentionStats
 from kvjax.combinators.combined import CombinedPolicies
-from kvjax.policy import Policy, Prompt, Requirements
+from kvjax.policy import Policy, Prompt
 from kvjax.segment import Segment, SegmentLike
 from kvjax.spec import CacheSpec
 from kvjax.staging import Tokens
-from kvjax.state import state
+from kvjax.state import ArrayField, map_fields, state
+
+T = TypeVar("T")
 
 
 @state
@@ -53,9 +54,6 @@ class ByHead(CombinedPolicies[ByHeadState]):
 
     def for_layer(self, spec: CacheSpec) -> "ByHead":
         """Returns the policies of one layer.
-
-        Args:
-            spec: spec of the layer.
 
         Returns:
             A `ByHead` of `policy.for_layer(spec)` for every policy.
@@ -97,7 +95,7 @@ class ByHead(CombinedPolicies[ByHeadState]):
         for policy, heads in self.groups().items():
             group_spec = dataclasses.replace(spec, kv_heads=len(heads), query_heads=len(heads) * group_size)
             # Two groups must not draw the same random numbers.
-            keys = jax.vmap(functools.partial(_fold_in, heads[0]))(row_keys)
+            keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(row_keys, heads[0])
             states.append(policy.init(group_spec, keys))
             index.append(HeadIndex(jnp.array(heads, jnp.int32) % local))
         return ByHeadState(tuple(index), tuple(states))
@@ -117,7 +115,11 @@ class ByHead(CombinedPolicies[ByHeadState]):
         """
         states = []
         for policy, group_state, heads in self._each(state):
-            group_prompt = _select_heads(prompt, heads, policy.requires)
+            group_prompt = _take_heads(prompt, heads, prompt.keys.shape[1])
+            if group_prompt.queries is not None:
+                count = policy.requires.num_prompt_queries(prompt.keys.shape[2])
+                last = group_prompt.queries[:, group_prompt.queries.shape[1] - count :] if count else None
+                group_prompt = dataclasses.replace(group_prompt, queries=last)
             if policy.layer_carry(group_state, group_prompt) is not prompt.layer_carry:
                 raise ValueError(f"ByHead: {policy} passes state to the next layer, use ByLayer instead")
             states.append(policy.prefill(group_state, group_prompt))
@@ -174,13 +176,10 @@ class ByHead(CombinedPolicies[ByHeadState]):
         Returns:
             The updated states.
         """
-
-        def select(heads: Int[Array, "H"]) -> Tokens:
-            """Returns the tokens of some KV heads."""
-            scores = None if new.scores is None else new.scores[:, heads]
-            return dataclasses.replace(new, keys=new.keys[:, heads], values=new.values[:, heads], scores=scores)
-
-        states = tuple(policy.compact(group, select(heads)) for policy, group, heads in self._each(state))
+        states = tuple(
+            policy.compact(group, _take_heads(new, heads, new.keys.shape[1]))
+            for policy, group, heads in self._each(state)
+        )
         return dataclasses.replace(state, groups=states)
 
     def _each(self, state: ByHeadState) -> list[tuple[Policy, Any, Int[Array, "H"]]]:
@@ -189,39 +188,15 @@ class ByHead(CombinedPolicies[ByHeadState]):
         return list(zip(self.groups(), state.groups, heads, strict=True))
 
 
-def _fold_in(first_head: int, key: Key[Array, ""]) -> Key[Array, ""]:
-    """Returns the key of a group of heads."""
-    return jax.random.fold_in(key, first_head)
+def _take_heads(tree: T, heads: Int[Array, "H"], kv_heads: int) -> T:
+    """Returns a prompt or tokens of `kv_heads` KV heads with some of these heads, and with their query heads."""
 
+    def take(field: ArrayField, x: Array) -> Array:
+        axis = next((field.axes.index(name) for name in ("H_kv", "H_q") if name in field.axes), None)
+        if axis is None or field.name == "layer_carry":
+            return x
+        group = x.shape[axis] // kv_heads  # 1 along KV heads
+        index = (heads[:, None] * group + jnp.arange(group)).reshape(-1)
+        return x[(slice(None),) * axis + (index,)]
 
-def _select_heads(prompt: Prompt, heads: Int[Array, "H"], requires: Requirements) -> Prompt:
-    """Returns a prompt with some of its KV heads and the queries that a policy needs."""
-    kv_heads = prompt.keys.shape[1]
-
-    def query_heads(count: int) -> Int[Array, "Q"]:
-        """Returns the indices of the selected query heads, given the `count` of query heads on this device."""
-        group = count // kv_heads
-        return (heads[:, None] * group + jnp.arange(group)).reshape(-1)
-
-    queries, count = prompt.queries, requires.num_prompt_queries(prompt.keys.shape[2])
-    if queries is not None:
-        queries = queries[:, queries.shape[1] - count :, query_heads(queries.shape[2])] if count else None
-    sinks, repeated, scores = prompt.sink_logits, prompt.repeated, prompt.predicted_scores
-    if repeated is not None:
-        norms = repeated.value_norms
-        repeated = dataclasses.replace(
-            repeated,
-            queries=repeated.queries[:, :, query_heads(repeated.queries.shape[2])],
-            keys=repeated.keys[:, :, heads],
-            received=None if repeated.received is None else repeated.received[:, heads],
-            value_norms=None if norms is None else norms[:, query_heads(norms.shape[1])],
-        )
-    return dataclasses.replace(
-        prompt,
-        keys=prompt.keys[:, heads],
-        values=prompt.values[:, heads],
-        queries=queries,
-        sink_logits=None if sinks is None else sinks[query_heads(sinks.shape[0])],
-        repeated=repeated,
-        predicted_scores=None if scores is None else scores[:, heads],
-    )
+    return map_fields(take, tree)

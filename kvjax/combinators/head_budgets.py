@@ -41,8 +41,6 @@ def retrieving_heads(layers: int, kv_heads: int, full: Iterable[tuple[int, int]]
     """Returns shares with which some heads keep every token and all others have equal budgets.
 
     Args:
-        layers: layers of the model.
-        kv_heads: KV heads of a layer.
         full: the heads that keep every token, as pairs (layer, KV head).
 
     Returns:
@@ -63,7 +61,6 @@ def save_shares(path: str | os.PathLike[str], shares: Shares, provenance: dict[s
     """Writes shares to a JSON file, which the setting `heads=FILE` reads.
 
     Args:
-        path: the file.
         provenance: how they were measured; `load_shares` ignores it.
     """
     pathlib.Path(path).write_text(json.dumps({"shares": shares, "provenance": provenance}, indent=1) + "\n")
@@ -71,9 +68,6 @@ def save_shares(path: str | os.PathLike[str], shares: Shares, provenance: dict[s
 
 def load_shares(path: str | os.PathLike[str]) -> Shares:
     """Reads a file that `save_shares` wrote.
-
-    Args:
-        path: the file.
 
     Returns:
         The shares.

@@ -66,9 +66,6 @@ class HostMemory(CombinedPolicies[HostMemoryState]):
     def for_layer(self, spec: CacheSpec) -> Policy:
         """Returns the policy of one layer.
 
-        Args:
-            spec: spec of the layer.
-
         Returns:
             A `HostMemory` of `policy.for_layer(spec)`; that policy alone if it is not a retrieval policy.
         """
@@ -79,7 +76,6 @@ class HostMemory(CombinedPolicies[HostMemoryState]):
         """Returns an empty state, with block stores in host memory and empty block caches on the device.
 
         Args:
-            spec: spec of the layer.
             row_keys: one PRNG key per row, for the policy.
 
         Returns:
@@ -94,7 +90,9 @@ class HostMemory(CombinedPolicies[HostMemoryState]):
             )
         inner = self.policy.init(spec, row_keys)
         caches = []
-        for read in self._reads(inner, spec.batch):
+        for read in self.policy.segments(inner, jnp.zeros((spec.batch, 1), jnp.int32)):
+            if not isinstance(read, BlockStoreRead):
+                continue
             heads = spec.kv_heads if read.kv_heads is None else len(read.kv_heads)
             query = jnp.zeros((spec.batch, 1, heads * spec.query_heads // spec.kv_heads, spec.head_dim))
             blocks = jax.eval_shape(lambda read=read, query=query: _select(read, query).block_indices)
@@ -143,14 +141,7 @@ class HostMemory(CombinedPolicies[HostMemoryState]):
         return HostMemoryState(self.policy.observe(state.inner, stats), caches)
 
     def compact(self, state: HostMemoryState, new: Tokens) -> HostMemoryState:
-        """Moves the staged tokens into the policy's state; new blocks are written to host memory.
-
-        Args:
-            new: the staged tokens.
-
-        Returns:
-            The updated state.
-        """
+        """Moves the staged tokens into the policy's state; new blocks are written to host memory."""
         return HostMemoryState(self.policy.compact(state.inner, new), state.block_caches)
 
     def layer_carry(self, state: HostMemoryState, prompt: Prompt) -> Shaped[Array, "B H_kv *N"] | None:
@@ -164,10 +155,6 @@ class HostMemory(CombinedPolicies[HostMemoryState]):
             An array with leading axes [B, H_kv], or None.
         """
         return self.policy.layer_carry(state.inner, prompt)
-
-    def _reads(self, inner: Any, batch: int) -> list[BlockStoreRead]:
-        segments = self.policy.segments(inner, jnp.zeros((batch, 1), jnp.int32))
-        return [one for one in segments if isinstance(one, BlockStoreRead)]
 
 
 def _select(read: BlockStoreRead, query: Float[Array, "B 1 H_q D"]) -> BlockSelection:

@@ -20,7 +20,6 @@ def compute_where_stored(function: Callable[..., Array], large: Array, *small: A
     """Computes `function(large, *small)` on the host if `large` is in host memory.
 
     Args:
-        function: a function of the arrays.
         large: the array that does not move.
         *small: arrays that move to it.
         stays: whether the result stays where `large` is; otherwise it moves to the device.

@@ -21,8 +21,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax.distributed.collectives import SEQUENCE, TENSOR
-from kvjax.jax_flags import with_default_flags
-from kvjax.state import map_fields
+from kvjax.jax_flags import default_flags
+from kvjax.state import annotated_axes, map_fields
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -45,7 +45,6 @@ def make_mesh(
     """Returns a mesh for the caches of a model.
 
     Args:
-        kv_heads: KV heads of a layer.
         data: groups of devices that share the rows of a batch.
         tensor: devices that share a layer.
         sequence: devices that share a KV head; by default as few as possible.
@@ -83,8 +82,6 @@ def rename_axes(mesh: Mesh, kv_heads: int, *, data: str | None = None, tensor: s
     replicated along axes that are not named.
 
     Args:
-        mesh: any mesh.
-        kv_heads: KV heads of a layer.
         data: name of the axis over which rows are sharded, such as "fsdp".
         tensor: name of the axis over which heads are sharded, such as "tp".
 
@@ -121,11 +118,6 @@ def check_axes(mesh: Mesh) -> None:
             f"the mesh has axes {', '.join(map(repr, mesh.shape))} and lacks {', '.join(map(repr, absent))}; pass "
             "kvjax.distributed.sharding.rename_axes(mesh, kv_heads, data=..., tensor=...)"
         )
-
-
-def partition_specs(tree: T) -> T:
-    """Returns the `PartitionSpec` of every array of a state, from the names of its axes (`RULES`)."""
-    return map_fields(lambda field, _: _partition_spec(field.axes), tree)
 
 
 def shardings(tree: T, mesh: Mesh) -> T:
@@ -170,18 +162,15 @@ def per_device(function: Callable[P, T]) -> Callable[P, T]:
     Returns:
         The function; inside a trace it is inlined.
     """
+    hints, signature = typing.get_type_hints(function), inspect.getfullargspec(function)
 
     @functools.wraps(function)
     def sharded(*arguments: P.args, **options: P.kwargs) -> T:
-        cache: Any = arguments[0]
-        if cache.mesh is None:
-            return function(*arguments, **options)
-        hints = typing.get_type_hints(function)
-        names = list(inspect.signature(function).parameters)
         in_specs = tuple(
-            _argument_specs(argument, hints[name]) for name, argument in zip(names, arguments, strict=False)
+            _argument_specs(argument, hints[name]) for name, argument in zip(signature.args, arguments, strict=False)
         )
         state_specs = {type(argument): specs for argument, specs in zip(arguments, in_specs, strict=True)}
+        cache: Any = arguments[0]
         run = jax.shard_map(
             functools.partial(function, **options),
             mesh=cache.mesh,
@@ -191,31 +180,30 @@ def per_device(function: Callable[P, T]) -> Callable[P, T]:
         )
         return run(*arguments)
 
-    return with_default_flags(jax.jit(sharded, inline=True, static_argnames=_keyword_only(function)))
+    on_one_device, on_mesh = (
+        jax.jit(one, inline=True, static_argnames=signature.kwonlyargs) for one in (function, sharded)
+    )
 
+    @functools.wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> T:
+        cache: Any = arguments[0]
+        with default_flags():
+            return (on_one_device if cache.mesh is None else on_mesh)(*arguments, **options)
 
-def _keyword_only(function: Callable[..., Any]) -> list[str]:
-    parameters = inspect.signature(function).parameters.values()
-    return [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
+    return call
 
 
 def _argument_specs(argument: Any, hint: Any) -> Any:
     """Returns the partition specs of an argument: by its annotation, or by its fields if it is a state."""
-    axes = _annotated_axes(hint)
+    axes = annotated_axes(hint)
     if argument is None or axes is not None:
         return PartitionSpec() if axes is None else _partition_spec(axes)
-    return partition_specs(argument)
+    return map_fields(lambda field, _: _partition_spec(field.axes), argument)
 
 
 def _result_specs(hint: Any, state_specs: dict[type, Any]) -> Any:
     """Returns the partition specs of a result by its annotation, given the specs of the arguments by their classes."""
     if typing.get_origin(hint) is tuple:
         return tuple(_result_specs(inner, state_specs) for inner in typing.get_args(hint))
-    axes = _annotated_axes(hint)
+    axes = annotated_axes(hint)
     return state_specs[typing.get_origin(hint) or hint] if axes is None else _partition_spec(axes)
-
-
-def _annotated_axes(hint: Any) -> list[str] | None:
-    """Returns the axis names of a jaxtyping annotation, also inside a union with None."""
-    options = [hint, *typing.get_args(hint)]
-    return next((option.dim_str.split() for option in options if hasattr(option, "dim_str")), None)

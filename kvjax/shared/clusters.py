@@ -34,9 +34,7 @@ def init_clusters(count: int, head_dim: int, value_dim: int | None, dtype: jax.t
 
     Args:
         count: maximum number of clusters.
-        head_dim: dimensions of keys.
         value_dim: dimensions of values; None for clusters without mean values and deviations.
-        dtype: dtype of the means.
 
     Returns:
         The clusters.
@@ -67,11 +65,7 @@ def store_clusters(
     """Writes one head's tokens, sorted by cluster, and their clusters.
 
     Args:
-        store: one head's store.
-        clusters: one head's clusters.
         keys: keys of the tokens, in the order of the text.
-        values: values of the tokens.
-        position: positions of the tokens.
         label: cluster of each token, from 0; `count` for a token without one.
         count: number of clusters to write.
         blocks: number of blocks to write.
@@ -146,12 +140,7 @@ def select_head_blocks(
     """Selects blocks of the highest-scoring clusters or pages, for G selections per KV head.
 
     Args:
-        scores: scores of the clusters.
         sizes: tokens of each cluster.
-        first_block: first block of each cluster.
-        max_tokens: tokens to read.
-        max_blocks: blocks to read.
-        block_size: tokens of a block.
 
     Returns:
         Blocks and tokens read of every cluster, for H_kv G heads.
@@ -177,7 +166,6 @@ def group_score(logits: Float[Array, "B H_kv G C"], size: Int[Array, "B H_kv C"]
     """Returns the log of the attention that each cluster's mean key gets per token, summed over a group's heads.
 
     Args:
-        logits: logits of the mean keys.
         size: tokens of each cluster.
 
     Returns:
@@ -192,7 +180,6 @@ def residual_clusters(clusters: Clusters, tokens_read: Int[Array, "B H_kv C"]) -
 
     Args:
         clusters: clusters of all rows and heads, with mean values.
-        tokens_read: tokens read of each cluster.
 
     Returns:
         At most one segment.

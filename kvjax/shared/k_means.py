@@ -44,8 +44,6 @@ def k_means(
     joins keeps its direction. A key of norm zero joins the first cluster and adds nothing.
 
     Args:
-        rng: PRNG key.
-        keys: keys of one head.
         valid: keys that count.
         clusters: number of clusters, C; some stay empty if there are fewer keys.
         num_clusters: clusters that can have keys, the first ones; None for all.
@@ -62,13 +60,9 @@ def k_means(
     Returns:
         The clusters.
 
-    Raises:
-        ValueError: if a setting is out of range.
-
     Reference:
         ClusterKV, section III. k-means++: Arthur and Vassilvitskii (2007).
     """
-    _check_settings(clusters, iterations, kmeans_init, centroid_update, sample, polish)
     keys = jnp.where(valid[:, None], keys.astype(jnp.float32), 0.0)
     points = _normalize(keys)
     draw = _draw_uniformly if kmeans_init == "random" else _draw_apart
@@ -82,20 +76,6 @@ def k_means(
         directions = refine(directions, *part, iterations=iterations - polish)[0]
         iterations = polish
     return KMeans(*refine(directions, points, keys, valid, iterations=iterations)[1:])
-
-
-def _check_settings(
-    clusters: int, iterations: int, kmeans_init: str, centroid_update: str, sample: int, polish: int
-) -> None:
-    """Raises a ValueError that names a setting out of range."""
-    if clusters < 1 or iterations < 1:
-        raise ValueError(f"clusters={clusters} and iterations={iterations} must be at least 1")
-    if kmeans_init not in ("random", "k-means++"):
-        raise ValueError(f"kmeans_init={kmeans_init!r} must be 'random' or 'k-means++'")
-    if centroid_update not in ("directions", "keys"):
-        raise ValueError(f"centroid_update={centroid_update!r} must be 'directions' or 'keys'")
-    if sample < 1 or not 1 <= polish <= iterations:
-        raise ValueError(f"sample={sample} must be at least 1 and polish={polish} between 1 and iterations")
 
 
 def _lloyd(

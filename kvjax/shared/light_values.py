@@ -36,7 +36,6 @@ def init_light_norms(spec: CacheSpec, slots: int) -> Float[Array, "B H_kv M"]:
     """Returns the norms of empty slots.
 
     Args:
-        spec: the cache's spec.
         slots: slots for light tokens, M.
 
     Returns:
@@ -59,8 +58,6 @@ def keep_lightest(
     Args:
         window: the window; its selected slots hold light tokens.
         norms: value norms of the light tokens; inf in empty slots.
-        keys: keys of the other tokens.
-        values: values of the other tokens.
         valid: tokens that count.
 
     Returns:

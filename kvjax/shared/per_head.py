@@ -69,8 +69,6 @@ def draws_by_position(row_keys: Key[Array, "B"], positions: Int[Array, "B T"], h
 
     Args:
         row_keys: one PRNG key per row.
-        positions: positions of the tokens.
-        heads: KV heads.
 
     Returns:
         The draws, float32.

@@ -45,9 +45,6 @@ def init_window(spec: CacheSpec, sinks: int, recent: int, selected: int = 0) -> 
     """Returns an empty window.
 
     Args:
-        spec: the cache's spec.
-        sinks: slots of sink tokens.
-        recent: slots of recent tokens.
         selected: slots that the policy fills.
 
     Returns:
@@ -122,7 +119,6 @@ def after_sinks(tokens: Float[Array, "B H_kv T D"], sinks: int) -> Float[Array, 
 
     Args:
         tokens: keys or values of the prompt.
-        sinks: number of sink tokens.
 
     Returns:
         M = T - sinks tokens, at least the last one, so that the shape is not empty.
@@ -199,7 +195,6 @@ def window_segments(
 
     Args:
         selected: occupied selected slots.
-        log_weight: log-weights of all slots.
         num_visible_staged: hides as many of the oldest recent tokens as the query sees staged ones, so that exactly
             `recent` tokens are visible at every step. Without it, recent tokens stay visible until they are compacted.
 

@@ -37,8 +37,7 @@ def assign_signs(
     Sign s_i is +1 if u_i < 1/2 - gain_i y_i and -1 otherwise, with y_i = sum over j < i of K_ij weight_j s_j. Use
     `jax.vmap` for several blocks, which a kernel processes together.
 
-    Raises ValueError if shapes do not match or the implementation is unknown, and NotImplementedError if a requested
-    kernel does not support the arguments.
+    Raises NotImplementedError if a requested kernel does not support the arguments.
 
     Args:
         block: The entries, in the order of the walk.
@@ -52,24 +51,22 @@ def assign_signs(
     Returns:
         The signs, and how often |gain_i y_i| exceeded 1/2, where the probability is clipped.
 
+    Raises:
+        ValueError: If shapes do not match or the implementation is unknown.
+
     Reference:
         Alweiss, Liu and Sawhney 2021, "Discrepancy minimization via a self-balancing walk".
     """
     entries = block.keys.shape[0]
-    _check_shapes(block, {"uniforms": (uniforms, entries)})
+    if uniforms.shape != (entries,):
+        raise ValueError(
+            f"uniforms has shape {uniforms.shape}; for keys of shape {block.keys.shape} it must be {(entries,)}"
+        )
+    if block.values is not None and block.values.shape[0] != entries:
+        raise ValueError(
+            f"values have shape {block.values.shape} and keys {block.keys.shape}; their first axes must be equal"
+        )
     gains, weights = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), (entries,)) for x in (gain, weight))
     # Signs are discrete. Kernels have no derivative, which JAX would otherwise look for.
     inputs = jax.lax.stop_gradient((block, uniforms, gains, weights))
     return dispatch("balanced_walk", IMPLEMENTATIONS, implementation, *inputs, config=config, interpret=interpret)
-
-
-def _check_shapes(block: Block, vectors: dict[str, tuple[Array, int]]) -> None:
-    for name, (array, size) in vectors.items():
-        if array.shape != (size,):
-            raise ValueError(
-                f"{name} has shape {array.shape}; for keys of shape {block.keys.shape} it must be {(size,)}"
-            )
-    if block.values is not None and block.values.shape[0] != block.keys.shape[0]:
-        raise ValueError(
-            f"values have shape {block.values.shape} and keys {block.keys.shape}; their first axes must be equal"
-        )

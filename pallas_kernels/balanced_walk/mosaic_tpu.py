@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.balanced_walk.oracle import Block, Signs
 from pallas_kernels.batching import run_batched
+from pallas_kernels.dispatch import check_config
 from pallas_kernels.tpu import dot, launch
 
 ROWS = 128  # of a matrix that are computed at a time
@@ -32,20 +32,13 @@ class TpuConfig:
     vmem_bytes: int = 48 * 2**20
 
     def __post_init__(self) -> None:
-        """Checks the values.
-
-        Raises:
-            ValueError: If a value is not allowed.
-        """
-        if self.blocks_per_step < 1:
-            raise ValueError(f"blocks_per_step={self.blocks_per_step}; it must be at least 1")
+        check_config(self, blocks_per_step=1)
 
 
 def check(block: Block, *_vectors: Array, config: TpuConfig, **_options: Any) -> None:
     """Checks that the kernels support a block.
 
     Args:
-        block: The entries.
         config: How to divide the work.
 
     Raises:
@@ -62,7 +55,6 @@ def assign_signs(block: Block, *vectors: Float[Array, "t"], config: TpuConfig, i
     """`xla.assign_signs` with the matrix on chip.
 
     Args:
-        block: The entries.
         *vectors: The draw, the gain and the weight of each entry.
         config: How to divide the work.
         interpret: Passed to `pallas_call`.
@@ -70,8 +62,37 @@ def assign_signs(block: Block, *vectors: Float[Array, "t"], config: TpuConfig, i
     Returns:
         The signs and the number of clipped decisions.
     """
-    results = [(vectors[0].shape[0], jnp.float32), (1, jnp.int32)]
-    signs, clipped = _run(_signs_kernel, results, config, interpret, block, *vectors)
+    entries = block.keys.shape[0]
+    scalars = jnp.stack([block.factor, block.shift, block.offset]).astype(jnp.float32)
+    stores = [x for x in (block.keys, block.values) if x is not None]
+
+    def run_blocks(*arrays: Array) -> list[Array]:
+        """Returns the signs and clipped decisions of several blocks, whose arrays are `arrays`."""
+        blocks = arrays[0].shape[0]
+        per_step = min(_fitting_blocks(block, config), pl.next_power_of_2(blocks))
+        steps = pl.cdiv(blocks, per_step)
+
+        def split_steps(x: Array) -> Array:
+            """Returns x with blocks split into steps; the last step is padded with zeros."""
+            x = jnp.pad(x, ((0, steps * per_step - blocks), *((0, 0),) * (x.ndim - 1)))
+            return x.reshape(steps, per_step, *x.shape[1:])
+
+        def spec(*shape: int) -> pl.BlockSpec:
+            return pl.BlockSpec((None, per_step, *shape), lambda i: (i, 0, *(0 for _ in shape)))
+
+        outputs = launch(
+            "signs_kernel", functools.partial(_signs_kernel, stores=len(stores)),
+            [(split_steps(x), spec(*x.shape[1:])) for x in arrays],
+            [((steps, per_step, size), dtype, spec(size)) for size, dtype in ((entries, jnp.float32), (1, jnp.int32))],
+            # Row i of all matrices is contiguous, so that one load reads it with blocks as sublanes.
+            parallel=(steps,), scratch=[pltpu.VMEM((entries, per_step, entries), jnp.float32)],
+            interpret=interpret, vmem_limit_bytes=config.vmem_bytes + 16 * 2**20,
+            flops=2 * blocks * entries**2 * sum(x.shape[-1] for x in stores), transcendentals=blocks * entries**2,
+        )  # fmt: skip
+        return [x.reshape(-1, x.shape[2])[:blocks] for x in outputs]
+
+    arrays = [scalars, *(vector.astype(jnp.float32) for vector in vectors), *stores]
+    signs, clipped = run_batched(run_blocks, *arrays)
     return Signs(signs, clipped[0])
 
 
@@ -87,47 +108,6 @@ def _fitting_blocks(block: Block, config: TpuConfig) -> int:
     available = config.vmem_bytes - 12 * ROWS * padded(entries)
     blocks = min(config.blocks_per_step, available // (4 * entries * (padded(entries) + 2 * dims)))
     return 1 << blocks.bit_length() - 1 if blocks > 0 else 0
-
-
-def _run(
-    kernel: Callable[..., None],
-    results: list[tuple[int, Any]],
-    config: TpuConfig,
-    interpret: Any,
-    block: Block,
-    *vectors: Float[Array, "n"],
-) -> list[Array]:
-    """Returns results of these sizes and dtypes of a kernel, which runs once for all blocks under `jax.vmap`."""
-    scalars = jnp.stack([block.factor, block.shift, block.offset]).astype(jnp.float32)
-    stores = [x for x in (block.keys, block.values) if x is not None]
-    arrays = [scalars, *(vector.astype(jnp.float32) for vector in vectors), *stores]
-
-    def run_blocks(*arrays: Array) -> list[Array]:
-        """Returns the results of several blocks, whose arrays are `arrays`."""
-        blocks, entries = arrays[0].shape[0], block.keys.shape[0]
-        per_step = min(_fitting_blocks(block, config), pl.next_power_of_2(blocks))
-        steps = pl.cdiv(blocks, per_step)
-
-        def split_steps(x: Array) -> Array:
-            """Returns x with blocks split into steps; the last step is padded with zeros."""
-            x = jnp.pad(x, ((0, steps * per_step - blocks), *((0, 0),) * (x.ndim - 1)))
-            return x.reshape(steps, per_step, *x.shape[1:])
-
-        def spec(*shape: int) -> pl.BlockSpec:
-            return pl.BlockSpec((None, per_step, *shape), lambda i: (i, 0, *(0 for _ in shape)))
-
-        outputs = launch(
-            kernel.__name__.strip("_"), functools.partial(kernel, stores=len(stores)),
-            [(split_steps(x), spec(*x.shape[1:])) for x in arrays],
-            [((steps, per_step, size), dtype, spec(size)) for size, dtype in results],
-            # Row i of all matrices is contiguous, so that one load reads it with blocks as sublanes.
-            parallel=(steps,), scratch=[pltpu.VMEM((entries, per_step, entries), jnp.float32)],
-            interpret=interpret, vmem_limit_bytes=config.vmem_bytes + 16 * 2**20,
-            flops=2 * blocks * entries**2 * sum(x.shape[-1] for x in stores), transcendentals=blocks * entries**2,
-        )  # fmt: skip
-        return [x.reshape(-1, x.shape[2])[:blocks] for x in outputs]
-
-    return run_batched(run_blocks, *arrays)
 
 
 def _compute_matrices(matrix_ref, scalars_ref, stores) -> None:

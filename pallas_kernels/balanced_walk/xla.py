@@ -23,10 +23,7 @@ def assign_signs(
     """Assigns signs by the self-balancing walk, see `pallas_kernels.balanced_walk.assign_signs`.
 
     Args:
-        block: The entries.
         uniforms: One draw from [0, 1) per entry.
-        gain: The gain of each entry.
-        weight: The weight of each entry.
 
     Returns:
         The signs and the number of clipped decisions.
@@ -44,7 +41,6 @@ def assign_signs_from_matrix(
     """Assigns signs by the self-balancing walk on a given kernel matrix.
 
     Args:
-        kernel: K.
         uniforms: One draw from [0, 1) per entry.
         gain: The gain of each entry, or of all.
         weight: The weight of each entry, or of all.

@@ -59,7 +59,6 @@ def cluster_recall(
     Args:
         queries: Queries that share a selection: the R queries of each KV head (H = H_kv), or R queries of each query
             head (H is a multiple of H_kv, and head h reads KV head h // (H / H_kv)).
-        blocks: The store.
         block_indices: The selected blocks, int32 in [0, N).
         block_lengths: The number of tokens of each selected block that are attended to, its first ones, int32. Blocks
             of length 0 are not read.

@@ -18,9 +18,6 @@ def fold_mapped_axes(recall: Callable[[Inputs], Partials]) -> Callable[[Inputs],
     A mapped axis becomes part of the batch. If the store is not mapped, as for several queries of a sequence, the axis
     becomes part of the heads instead, so that the store is not repeated.
 
-    Args:
-        recall: A kernel of `cluster_recall`.
-
     Returns:
         The same function with this rule for `vmap`.
     """

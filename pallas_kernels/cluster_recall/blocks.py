@@ -85,11 +85,9 @@ def blocks_as_entries(
     """Converts gathered blocks to entries of `weighted_decode`.
 
     Args:
-        blocks: The store.
         gathered: The selected blocks, from `gather_blocks`.
         scale: Their factors, likewise; None without factors.
         block_lengths: The tokens of each selected block that are attended to.
-        head_dim: D.
 
     Returns:
         The entries, with log-weights that mask the other tokens.
@@ -102,10 +100,6 @@ def blocks_as_entries(
 
 def key_value_columns(blocks: Blocks, head_dim: int) -> tuple[slice, slice]:
     """Returns the columns of the key and of the value in a row of a store.
-
-    Args:
-        blocks: The store.
-        head_dim: D.
 
     Returns:
         The columns of the key and of the value, in bytes if they are packed.
@@ -125,9 +119,7 @@ def as_entries(
     """Returns gathered keys and values as entries, of which those after the length of their block are masked.
 
     Args:
-        blocks: The store.
         keys: The keys of all selected blocks.
-        values: Their values.
         scale: Their factors; None without factors.
         block_lengths: The tokens of each selected block that are attended to.
     """

@@ -25,7 +25,6 @@ def check(inputs: Inputs, *, interpret: Any, **_options: Any) -> None:
     """Checks that the kernel supports the arguments of `cluster_recall`.
 
     Args:
-        inputs: The arguments.
         interpret: Whether the kernel is interpreted, on any device.
 
     Raises:
@@ -55,7 +54,6 @@ def cluster_recall(inputs: Inputs, *, config: GpuConfig, interpret: Any) -> Part
     of a head share its blocks, up to the last one that is read, evenly.
 
     Args:
-        inputs: The arguments of `cluster_recall`.
         config: How to divide the work.
         interpret: Passed to `plgpu.kernel`.
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import packing
 from pallas_kernels.cluster_recall.batching import fold_mapped_axes
 from pallas_kernels.cluster_recall.blocks import Blocks, Inputs
+from pallas_kernels.dispatch import check_config
 from pallas_kernels.partials import MASK_VALUE, Partials
 from pallas_kernels.quantized_array import array_bytes, product_dtype
 from pallas_kernels.tpu import dot, dot_stored, launch
@@ -38,22 +39,11 @@ class TpuConfig:
     cores: int = 2
 
     def __post_init__(self) -> None:
-        """Checks the values.
-
-        Raises:
-            ValueError: If a value is not allowed.
-        """
-        if self.step_blocks < 8 or self.step_blocks % 8:
-            raise ValueError(f"step_blocks={self.step_blocks}; it must be a multiple of 8")
-        if self.cores < 1:
-            raise ValueError(f"cores={self.cores}; it must be at least 1")
+        check_config(self, step_blocks=8, cores=1)
 
 
 def check(inputs: Inputs, **_options: Any) -> None:
     """Checks that the kernel supports the arguments of `cluster_recall`.
-
-    Args:
-        inputs: The arguments.
 
     Raises:
         NotImplementedError: If the kernel does not support them.
@@ -76,7 +66,6 @@ def cluster_recall(inputs: Inputs, *, config: TpuConfig, interpret: Any) -> Part
     """`xla.cluster_recall` in one kernel, also under `vmap`.
 
     Args:
-        inputs: The arguments of `cluster_recall`.
         config: How to divide the work.
         interpret: Passed to `pallas_call`.
 
@@ -141,7 +130,6 @@ def recall_unmapped(inputs: Inputs, *, config: TpuConfig, interpret: Any) -> Par
     blocks of a head are fetched during the last step of the previous head.
 
     Args:
-        inputs: The arguments of `cluster_recall`.
         config: How to divide the work.
         interpret: Passed to `pallas_call`.
 

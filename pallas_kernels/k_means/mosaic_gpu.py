@@ -28,7 +28,6 @@ def check(inputs: Inputs, *, interpret: Any) -> None:
     """Checks the arguments of `k_means`; raises NotImplementedError if the kernels do not support them.
 
     Args:
-        inputs: The arguments.
         interpret: Whether the kernels are interpreted, on any device.
     """
     if not interpret:
@@ -43,7 +42,6 @@ def k_means(inputs: Inputs, *, interpret: Any) -> LloydStep:
     """`xla.k_means` with float32 precision; inner products are never written to global memory.
 
     Args:
-        inputs: The arguments of `k_means`.
         interpret: Passed to `plgpu.kernel`.
 
     Returns:

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.dispatch import check_config
 from pallas_kernels.k_means.oracle import Inputs, LloydStep
 from pallas_kernels.tpu import dot, launch
 
@@ -27,20 +28,13 @@ class TpuConfig:
     vmem_bytes: int = 32 * 2**20
 
     def __post_init__(self) -> None:
-        """Checks the values.
-
-        Raises:
-            ValueError: If a value is not allowed.
-        """
-        if self.block_points < 128 or self.block_points % 128:
-            raise ValueError(f"block_points={self.block_points}; it must be a multiple of 128")
+        check_config(self, block_points=128)
 
 
 def check(inputs: Inputs, *, config: TpuConfig, **_options: Any) -> None:
     """Checks that the kernel supports the arguments of `k_means`.
 
     Args:
-        inputs: The arguments.
         config: How to divide the work.
 
     Raises:
@@ -62,7 +56,6 @@ def k_means(inputs: Inputs, *, config: TpuConfig, interpret: Any) -> LloydStep:
     Inner products are computed in float32 (`Precision.HIGHEST`); sums are exact up to float32 additions.
 
     Args:
-        inputs: The arguments of `k_means`.
         config: How to divide the work.
         interpret: Passed to `pallas_call`.
 

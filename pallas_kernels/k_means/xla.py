@@ -25,7 +25,6 @@ def k_means(inputs: Inputs, *, config: XlaConfig) -> LloydStep:
     """Runs one iteration of Lloyd's algorithm, see `pallas_kernels.k_means.k_means`.
 
     Args:
-        inputs: The arguments.
         config: How to divide the work.
 
     Returns:
@@ -65,7 +64,6 @@ def cluster_sums(labels: Int[Array, "N"], x: Float[Array, "N D"], num_clusters: 
     Args:
         labels: The cluster of each row; `num_clusters` for rows that belong to none.
         x: float32.
-        num_clusters: C.
 
     Returns:
         The sums.

@@ -53,10 +53,8 @@ def select_blocks(
         scores: One score per cluster. NaN counts as -inf.
         sizes: The tokens of each cluster.
         first_blocks: The index of each cluster's first block. Its tokens fill this block and the following ones.
-        max_tokens: The budget.
         max_blocks: K, the largest number of blocks. Clusters that leave much of their blocks empty may reach it before
             the budget.
-        block_size: Tokens per block.
         implementation: A name in `IMPLEMENTATIONS`, "xla" for all of its forms, or None for the first one that applies.
         interpret: Passed to `pallas_call`.
 

@@ -29,7 +29,6 @@ def check(
 
     Args:
         scores: One score per cluster.
-        limits: The limits of the selection.
 
     Raises:
         NotImplementedError: If the kernel does not support them.
@@ -58,7 +57,6 @@ def select_blocks(
         scores: One score per cluster.
         sizes: The tokens of each cluster.
         first_blocks: The index of each cluster's first block.
-        limits: The limits of the selection.
         interpret: Passed to `pallas_call`.
 
     Returns:

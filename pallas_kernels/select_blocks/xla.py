@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from pallas_kernels.bisection import bisect, float_ranks
 from pallas_kernels.select_blocks.oracle import Limits, SelectedBlocks
 
 
@@ -11,12 +12,6 @@ def select_by_sorting(
     scores: Float[Array, "C"], sizes: Int[Array, "C"], first_blocks: Int[Array, "C"], *, limits: Limits
 ) -> SelectedBlocks:
     """Selects blocks by sorting scores: little work, but a dozen launches on a GPU.
-
-    Args:
-        scores: One score per cluster.
-        sizes: The tokens of each cluster.
-        first_blocks: The index of each cluster's first block.
-        limits: The limits of the selection.
 
     Returns:
         The selected blocks, in descending order of their clusters' scores.
@@ -49,32 +44,24 @@ def select_by_bisection(
 ) -> SelectedBlocks:
     """Selects blocks by bisecting the lowest score that is selected: an eighth of the time of a sort on a CPU.
 
-    Args:
-        scores: One score per cluster.
-        sizes: The tokens of each cluster.
-        first_blocks: The index of each cluster's first block.
-        limits: The limits of the selection.
-
     Returns:
         The selected blocks, in ascending order of their clusters' indices.
     """
     max_tokens, max_blocks, block_size = limits
     full_blocks = -(-sizes // block_size)
     scores = jnp.where((sizes > 0) & (scores == scores), scores, -jnp.inf)
-    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)
-    rank = jnp.where(bits >> 31, ~bits, bits | jnp.uint32(2**31))  # integers in the order of the scores
+    rank = float_ranks(scores)
 
     def sum_where(mask: Bool[Array, "C"]) -> tuple[Int[Array, ""], Int[Array, ""]]:
         """Returns the tokens and the blocks of the clusters in `mask`."""
         return jnp.sum(jnp.where(mask, sizes, 0)), jnp.sum(jnp.where(mask, full_blocks, 0))
 
-    def set_bit(step: Int[Array, ""], threshold: UInt[Array, ""]) -> UInt[Array, ""]:
-        """Sets the next lower bit of the threshold if the clusters that reach it then still exhaust a limit."""
-        higher = threshold | jnp.uint32(2**31) >> step.astype(jnp.uint32)
-        tokens, blocks = sum_where(rank >= higher)
-        return jnp.where((tokens >= max_tokens) | (blocks >= max_blocks), higher, threshold)
+    def exhausts_limit(threshold: UInt[Array, ""]) -> Bool[Array, ""]:
+        """Returns whether the clusters that reach the threshold fill the tokens or the blocks."""
+        tokens, blocks = sum_where(rank >= threshold)
+        return (tokens >= max_tokens) | (blocks >= max_blocks)
 
-    threshold = jax.lax.fori_loop(0, 32, set_bit, jnp.uint32(0))
+    threshold = bisect(exhausts_limit)
     is_better = rank > threshold
     better_tokens, better_blocks = sum_where(is_better)
     tied_tokens = _cut(jnp.where(rank == threshold, sizes, 0), max_tokens - better_tokens)
@@ -96,7 +83,6 @@ def _fill_slots(
     Args:
         tokens: The tokens that are selected of each cluster.
         first_blocks: The index of each cluster's first block.
-        limits: The limits of the selection.
 
     Returns:
         The indices and lengths of `SelectedBlocks`.
@@ -120,12 +106,6 @@ def select_by_comparing(
     scores: Float[Array, "C"], sizes: Int[Array, "C"], first_blocks: Int[Array, "C"], *, limits: Limits
 ) -> SelectedBlocks:
     """Selects blocks by comparing all pairs of clusters: three passes without a sort, a scatter or a gather.
-
-    Args:
-        scores: One score per cluster.
-        sizes: The tokens of each cluster.
-        first_blocks: The index of each cluster's first block.
-        limits: The limits of the selection.
 
     Returns:
         The selected blocks, in descending order of their clusters' scores.

@@ -22,8 +22,6 @@ def check(keys: Float[Array, "S D"], _num_keys: Int[Array, ""], *, chunk_size: i
     """Checks that the kernel supports the arguments of `soft_match`.
 
     Args:
-        keys: The keys of one head.
-        chunk_size: Keys per chunk.
         interpret: Whether the kernel is interpreted, on any device.
 
     Raises:
@@ -49,7 +47,6 @@ def soft_match(keys: Float[Array, "S D"], num_keys: Int[Array, ""], *, chunk_siz
     Args:
         keys: The keys of one head; those from `num_keys` on may be NaN.
         num_keys: The number of valid keys, int32.
-        chunk_size: Keys per chunk.
         interpret: Passed to `plgpu.kernel`.
 
     Returns:

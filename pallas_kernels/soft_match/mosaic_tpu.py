@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.dispatch import check_config
 from pallas_kernels.soft_match.oracle import MIN_SQUARED_NORM, Partners
 from pallas_kernels.tpu import dot, launch
 
@@ -31,21 +32,11 @@ class TpuConfig:
     block_keys: int = 2048
 
     def __post_init__(self) -> None:
-        """Checks the values.
-
-        Raises:
-            ValueError: If a value is not allowed.
-        """
-        if self.block_keys < 1:
-            raise ValueError(f"block_keys={self.block_keys}; it must be at least 1")
+        check_config(self, block_keys=1)
 
 
 def check(keys: Float[Array, "S D"], _num_keys: Int[Array, ""], *, chunk_size: int, **_options: Any) -> None:
     """Checks that the kernel supports the arguments of `soft_match`.
-
-    Args:
-        keys: The keys of one head.
-        chunk_size: Keys per chunk.
 
     Raises:
         NotImplementedError: If the kernel does not support them.
@@ -67,7 +58,6 @@ def soft_match(
     Args:
         keys: The keys of one head; those from `num_keys` on may be NaN.
         num_keys: The number of valid keys, int32.
-        chunk_size: Keys per chunk.
         config: How to divide the work.
         interpret: Passed to `pallas_call`.
 

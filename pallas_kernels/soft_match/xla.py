@@ -14,7 +14,6 @@ def soft_match(keys: Float[Array, "S D"], num_keys: Int[Array, ""], *, chunk_siz
     Args:
         keys: The keys of one head; those from `num_keys` on may be NaN.
         num_keys: The number of valid keys, int32.
-        chunk_size: Keys per chunk.
 
     Returns:
         The partners of the A keys.

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.dispatch import Implementation, applicable, run
+from pallas_kernels.dispatch import Implementation, applicable, select
 from pallas_kernels.hopper import GpuConfig as GpuConfig
 from pallas_kernels.partials import MASK_VALUE as MASK_VALUE
 from pallas_kernels.partials import Partials as Partials
@@ -14,9 +14,9 @@ from pallas_kernels.partials import finite_max as finite_max
 from pallas_kernels.partials import merge_partials as merge_partials
 from pallas_kernels.weighted_decode import mosaic_gpu, mosaic_tpu, oracle, xla
 from pallas_kernels.weighted_decode.entries import COMPUTE_BOUND_QUERIES as COMPUTE_BOUND_QUERIES
-from pallas_kernels.weighted_decode.entries import PER_SLOT, prepare
 from pallas_kernels.weighted_decode.entries import SLOT_TILE as SLOT_TILE
 from pallas_kernels.weighted_decode.entries import Entries as Entries
+from pallas_kernels.weighted_decode.entries import prepare
 from pallas_kernels.weighted_decode.mosaic_tpu import TpuConfig as TpuConfig
 from pallas_kernels.weighted_decode.xla import SLOT_BLOCK as SLOT_BLOCK
 
@@ -36,33 +36,18 @@ IMPLEMENTATIONS = (
 )
 
 
-def weighted_decode(
-    queries: Float[Array, "B H R D"],
-    *stores: Entries,
-    logits: bool = False,
-    implementation: str | None = None,
-    config: TpuConfig | GpuConfig | None = None,
-    interpret: Any = False,
-) -> Partials:
+def weighted_decode(queries: Float[Array, "B H R D"], *stores: Entries, **options: Any) -> Partials:
     """Computes partials of attention of queries to the entries of all stores.
-
-    Raises the errors of `weighted_decode_many`.
 
     Args:
         queries: The R queries of each KV head: tokens times grouped query heads.
         *stores: One or more sets of entries, whose union is attended to.
-        logits: Whether to return logits; for one store only.
-        implementation: See `weighted_decode_many`.
-        config: See `weighted_decode_many`.
-        interpret: See `weighted_decode_many`.
+        **options: `logits` (for one store only), `implementation`, `config` and `interpret` of `weighted_decode_many`.
 
     Returns:
         Partials over the union of the entries, float32.
     """
-    part = (queries, *stores)
-    return weighted_decode_many(
-        [part], logits=logits, implementation=implementation, config=config, interpret=interpret
-    )[0]
+    return weighted_decode_many([(queries, *stores)], **options)[0]
 
 
 def weighted_decode_many(
@@ -107,7 +92,7 @@ def weighted_decode_many(
         groups.setdefault(tuple(one for one in first if all(one in other for other in others)), []).append(index)
     results: dict[int, Partials] = {}
     for implementations, indices in groups.items():
-        partials = run(implementations, [parts[i] for i in indices], **options)
+        partials = select(implementations, **options)([parts[i] for i in indices])
         results |= zip(indices, partials, strict=True)
     return [results[i] for i in range(len(parts))]
 
@@ -115,28 +100,18 @@ def weighted_decode_many(
 def _check_shapes(queries: Float[Array, "B H R D"], *stores: Entries) -> None:
     if not stores:
         raise ValueError("weighted_decode got queries without entries; pass at least one store")
+    batch, heads, count, head_dim = queries.shape
     for entries in stores:
-        _check_store(queries, entries)
+        per_slot = (batch, heads, entries.slots)
+        expected = {"keys": (*per_slot, head_dim), "values": (*per_slot, entries.value_dim)}
+        arrays = {**entries.slot_arrays, "keys": entries.keys, "values": entries.values}
+        for name, array in arrays.items():
+            if array is not None and array.shape != (shape := expected.get(name, per_slot)):
+                raise ValueError(f"{name} has shape {array.shape}; for queries of {queries.shape} it must be {shape}")
+        for name, bound in {"start": entries.start, "stop": entries.stop}.items():
+            if bound is None:
+                continue
+            if bound.shape[:1] != (batch,) or bound.ndim > 2 or (bound.ndim == 2 and count % bound.shape[1]):
+                raise ValueError(f"{name} has shape {bound.shape}; it must be [B] or [B, T], where T divides R={count}")
     if len({entries.key_dim if entries.value_dim is None else entries.value_dim for entries in stores}) > 1:
         raise ValueError("the values of all stores must have the same dimension")
-
-
-def _check_store(queries: Float[Array, "B H R D"], entries: Entries) -> None:
-    batch, heads, count, head_dim = queries.shape
-    per_head = (batch, heads, entries.slots)
-    arrays = {name: entries.slot_arrays.get(name) for name in PER_SLOT} | {
-        "keys": entries.keys,
-        "values": entries.values,
-    }
-    for name, array in arrays.items():
-        if array is None:
-            continue
-        expected = {"keys": (*per_head, head_dim), "values": (*per_head, array.shape[-1])}.get(name, per_head)
-        if array.shape != expected:
-            raise ValueError(f"{name} has shape {array.shape}; for queries of {queries.shape} it must be {expected}")
-    for name in ("start", "stop"):
-        bound = getattr(entries, name)
-        if bound is None:
-            continue
-        if bound.shape[:1] != (batch,) or bound.ndim > 2 or (bound.ndim == 2 and count % bound.shape[1]):
-            raise ValueError(f"{name} has shape {bound.shape}; it must be [B] or [B, T], where T divides R={count}")

@@ -82,7 +82,6 @@ def prepare(entries: Entries, queries: int) -> Entries:
 
     Args:
         entries: Entries with bounds of any allowed shape.
-        queries: R.
 
     Returns:
         The entries with bounds [B] where all queries share them, [B, R] otherwise.

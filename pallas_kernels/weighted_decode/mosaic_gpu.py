@@ -39,7 +39,6 @@ def check(queries: Float[Array, "B H R D"], entries: Entries, *, interpret: Any,
 
     Args:
         queries: The R queries of each KV head.
-        entries: The entries of the store.
         interpret: Whether the kernel is interpreted, on any device.
 
     Raises:

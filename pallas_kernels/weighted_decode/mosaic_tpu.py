@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from pallas_kernels import packing
-from pallas_kernels.dispatch import tensor_cores
+from pallas_kernels.dispatch import check_config, tensor_cores
 from pallas_kernels.partials import MASK_VALUE, Partials, merge_splits
 from pallas_kernels.quantized_array import product_dtype
 from pallas_kernels.tpu import dot_stored, launch
@@ -44,15 +44,7 @@ class TpuConfig:
     splits: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks the values.
-
-        Raises:
-            ValueError: If a value is not allowed.
-        """
-        if self.block_slots is not None and (self.block_slots < 128 or self.block_slots % 128):
-            raise ValueError(f"block_slots={self.block_slots}; it must be None or a multiple of 128")
-        if self.splits is not None and self.splits < 1:
-            raise ValueError(f"splits={self.splits}; it must be None or at least 1")
+        check_config(self, block_slots=128, splits=1)
 
 
 def default_block_slots(*stores: Entries) -> list[int]:
@@ -75,7 +67,6 @@ def check(queries: Float[Array, "B H R D"], entries: Entries, **_options: Any) -
 
     Args:
         queries: The R queries of each KV head.
-        entries: The entries of the store.
 
     Raises:
         NotImplementedError: If the kernel does not support them.

@@ -112,7 +112,6 @@ class QueriesAsRows:
 
         Args:
             before: The partials of the blocks so far.
-            block: The block.
         """
         scratch, operands, shape = block.scratch, self.operands, (hopper.ROWS, self.slots)
         plgpu.barrier_wait(block.key_barrier)

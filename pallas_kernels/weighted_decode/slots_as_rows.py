@@ -206,7 +206,6 @@ class SlotsAsRows:
 
         Args:
             before: The partials of the blocks so far.
-            block: The block.
         """
         scratch, shape = block.scratch, (self.slots, self.padded)
         by_query, by_slot = _broadcast(shape, 1), _broadcast(shape, 0)
@@ -287,8 +286,6 @@ class SlotsAsRows:
 
         Args:
             before: The partials of the blocks so far.
-            block: The block.
-            num_scores: The scores of the numerator.
             den_scores: The scores of the denominator, which may be the same array.
             scale: The scale of each slot's value, if values have scales.
 

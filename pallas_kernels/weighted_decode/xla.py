@@ -214,7 +214,6 @@ def _compute_weights(
     Args:
         logits: Products divided by sqrt(D), in a layout L of queries and slots.
         lay_out: Brings per-slot arrays into that layout.
-        slot_axes: The slot axes of that layout.
 
     Returns:
         The maximum, the weights of values relative to exp(maximum) in that layout (None without values), the

@@ -235,18 +235,6 @@ def test_merging_is_associative_and_commutative(seed, order, empty):
     np.testing.assert_allclose(normalize(merge(a, merge(b, merge(c, d)))), at_once, rtol=1e-4, atol=1e-6)
 
 
-def test_merging_no_partials_is_an_error():
-    with pytest.raises(ValueError, match="at least one"):
-        merge()
-
-
-@pytest.mark.parametrize("query_shape", [(3, 1, 2, 8), (2, 1, 2, 16), (2, 1, 3, 8)], ids=["batch", "head_dim", "heads"])
-def test_queries_of_invalid_shape_are_refused(query_shape):
-    _, keys, values = random_arrays(0)
-    with pytest.raises(ValueError, match="queries"):
-        attend_segments(jnp.zeros(query_shape), (Segment(keys, values),))
-
-
 @pytest.mark.parametrize(
     "change, message",
     [

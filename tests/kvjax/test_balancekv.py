@@ -1,6 +1,5 @@
 """BalanceKV: the weights of the released code and of Algorithm 1, rates, and the settings of the theorem."""
 
-import dataclasses
 import functools
 
 import chex
@@ -10,11 +9,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.budget import row_bytes
 from kvjax.methods.balancekv import balance, merge_reduce, value_buckets
 from kvjax.methods.balancekv.balancekv_theory import BalanceKVTheory
 from kvjax.methods.balancekv.needles import needle_marks
-from kvjax.registry import resolve_policy
 from kvjax.theory import balancekv_settings
 from tests.kvjax.support import (
     HEAD_DIM,
@@ -137,7 +134,7 @@ def test_needles_have_weight_one_from_layer_1_on():
 
 
 def bucket_tree(rng):
-    return merge_reduce.init_merge_reduce(rng, bins=4, bin_slots=8, key_dim=4, value_dim=3, tokens=64)
+    return merge_reduce.init_merge_reduce(rng, bins=4, bin_slots=8, key_dim=4, value_dim=3)
 
 
 @functools.partial(jax.jit, static_argnames="negligible")
@@ -210,14 +207,6 @@ def test_slots_of_a_rate_halve_the_prompt_and_keep_later_tokens_beside():
             state = jax.eval_shape(lambda policy=policy: policy.init(spec, row_keys(1)))
             assert state.halvings == expected
             assert state.window.selected == (840 - 64) // 2**expected + 8
-
-
-def test_a_budget_in_percent_counts_bytes():
-    spec = make_spec(prompt=2048, new=8)
-    policy = resolve_policy("balancekv@25%", None, spec, 2048)
-    larger = dataclasses.replace(policy, budget=64 + 2 * (policy.budget - 64))
-    limit = 0.25 * spec.full_cache_bytes(2048)
-    assert row_bytes(policy, spec) <= limit < row_bytes(larger, spec)
 
 
 def test_settings_of_the_theorem_report_whether_they_are_vacuous():

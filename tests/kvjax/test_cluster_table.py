@@ -270,8 +270,6 @@ def test_weights_sum_to_the_tokens():
     assert log_sample_weights(table).dtype == jnp.float32
     np.testing.assert_allclose(np.exp(log_sample_weights(table)).sum(), TOKENS, rtol=1e-5)
     assert np.isneginf(log_counts(empty_table())).all() and np.isneginf(log_sample_weights(empty_table())).all()
-    with pytest.raises(ValueError, match="samples=1 or more"):
-        log_sample_weights(empty_table(samples=0))
 
 
 @pytest.mark.heavy
@@ -294,38 +292,9 @@ def test_estimates_of_the_denominator_are_unbiased_with_errors_of_order_inverse_
 # --- errors ---
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"capacity": 0}, "clusters=0"),
-        ({"samples": -1}, "samples=-1"),
-        ({"growth": 1.0}, "growth=1.0"),
-        ({"delta": 0.0}, "delta=0.0"),
-    ],
-)
-def test_invalid_settings_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        empty_table(**options)
-
-
-@pytest.mark.parametrize(
-    "arrays, message",
-    [
-        ({"keys": jnp.zeros((5, DIM + 1))}, "keys have shape"),
-        ({"values": jnp.zeros((4, TOKENS))}, "values have shape"),
-        ({"values": None}, "values=None"),
-        ({"valid": jnp.zeros(4, bool)}, "valid has shape"),
-    ],
-)
-def test_tokens_of_invalid_shape_are_refused(arrays, message):
-    arrays = {"keys": jnp.zeros((5, DIM)), "values": jnp.zeros((5, TOKENS)), "valid": None} | arrays
-    with pytest.raises(ValueError, match=message):
-        extend(empty_table(), **arrays)
-
-
 def test_too_many_clusters_for_pairwise_distances_are_refused():
     spec = kvjax.CacheSpec(
         batch=1, query_heads=1, kv_heads=1, head_dim=64, max_prompt_tokens=200_000, max_new_tokens=64
     )
-    with pytest.raises(ValueError, match="clusters=99920 must be between 1 and 16384: .* takes 37.2 GiB"):
+    with pytest.raises(ValueError, match="clusters=99920 must be at most 16384"):
         kvjax.init(kvjax.SubGenMean(100_000), spec, jax.random.split(jax.random.key(0), 1))

@@ -11,8 +11,7 @@ import pytest
 import scipy.special
 
 import kvjax
-from kvjax.budget import row_bytes, row_read_bytes
-from kvjax.registry import resolve_policy
+from kvjax.budget import row_bytes
 from kvjax.segment import BlockStoreRead
 from tests.kvjax.support import each, make_spec, row_keys
 
@@ -246,15 +245,6 @@ def test_the_first_two_layers_are_full():
     assert policy.for_layer(SPEC) == policy == policy.for_layer(dataclasses.replace(SPEC, layers=2))
     choice = kvjax.PolicyChoice.parse("clusterkv:full_layers=1@40 slots")
     assert choice.make() == kvjax.ClusterKV(40, full_layers=1)
-
-
-@pytest.mark.parametrize("budget", ["200KiB", "80%"])
-def test_a_budget_in_bytes_or_percent_counts_the_bytes_that_a_step_reads(budget):
-    spec = dataclasses.replace(SPEC, layer=3, layers=4)
-    policy, limit = resolve_policy("clusterkv:full_layers=0", budget, spec, 1000), 50 * 1024
-    assert limit == 0.8 * spec.full_cache_bytes(1000)
-    larger = dataclasses.replace(policy, budget=policy.budget + 16)
-    assert row_read_bytes(policy, spec) <= limit < row_read_bytes(larger, spec)
 
 
 @pytest.mark.parametrize(

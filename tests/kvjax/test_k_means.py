@@ -170,20 +170,3 @@ def test_k_means_plus_plus_draws_in_proportion_to_the_distance():
     counts = np.bincount(after_first, minlength=3)
     assert counts[0] == 0
     assert stats.chisquare(counts[1:], len(after_first) * share[1:] / share.sum()).pvalue > 1e-3
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"sample": 0}, "sample=0"),
-        ({"polish": 30}, "polish=30"),
-        ({"centroid_update": "means"}, "centroid_update='means'"),
-        ({"clusters": 0}, "clusters=0"),
-        ({"iterations": 0}, "iterations=0"),
-        ({"kmeans_init": "far"}, "kmeans_init='far'"),
-    ],
-)
-def test_invalid_settings_are_refused(change, message):
-    keys, valid = stream(0)
-    with pytest.raises(ValueError, match=message):
-        k_means(jax.random.key(0), keys, valid, **({"clusters": CLUSTERS} | change))

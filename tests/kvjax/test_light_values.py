@@ -149,10 +149,3 @@ def test_the_error_of_the_denominator_of_samples_is_within_kappa_times_the_bound
     squared = norms.max() ** 2 * (estimates - weights.sum()) ** 2
     kappa = norms.max() / norms.min()
     assert squared.mean() + 4 * squared.std() / math.sqrt(1000) <= kappa**2 * mass.sum() / samples * np.sum(weights**2)
-
-
-@pytest.mark.parametrize("policy", [kvjax.SubGen, BalanceKVTheory])
-@pytest.mark.parametrize("change", [{"light_values": -1}, {"self_normalization": 1.0}, {"self_normalization": -0.1}])
-def test_invalid_settings_are_refused(policy, change):
-    with pytest.raises(ValueError, match=next(iter(change))):
-        policy(200, **change)

@@ -1,6 +1,5 @@
 """Laws of all policies, bytes, and the policies StreamingLLM, Uniform and ClusterGen."""
 
-import bisect
 import dataclasses
 import functools
 import itertools
@@ -257,30 +256,6 @@ def test_bytes_of_a_row(name):
     assert (*sizes, kvjax.read_bytes(abstract_cache(policy, specs[1])[0]) / BATCH) == BYTES[name]
     state = jax.jit(kvjax.init, static_argnums=(0, 1))(policy, dataclasses.replace(specs[1], batch=1), row_keys(1))
     assert kvjax.cache_bytes(state) == CacheBytes(sizes[1], 0)
-
-
-FITS = {
-    "cam": kvjax.CaM,
-    "h2o": lambda budget: kvjax.H2O(budget, average=True),
-    "streaming_llm": kvjax.StreamingLLM,
-    "uniform": lambda budget: kvjax.Uniform(budget, sinks=3, recent=9),
-    "clustergen": lambda budget: kvjax.ClusterGen(budget, sinks=1),
-    "chelsea": lambda budget: kvjax.Chelsea(budget, sinks=3, recent=9),
-    "subgen_mean": lambda budget: kvjax.SubGenMean(budget, sinks=3, recent=9),
-}
-
-
-@pytest.mark.parametrize("name", FITS)
-@pytest.mark.parametrize("limit", [70_000, 123_456, 1_000_000])
-def test_fit_bytes_takes_the_largest_budget_that_fits(name, limit):
-    spec = make_spec(prompt=5000)
-
-    def size(budget):
-        return row_bytes(FITS[name](budget), spec)
-
-    largest = bisect.bisect_right(range(5000), limit, lo=20, key=size) - 1
-    assert size(largest) <= limit < size(largest + 1)
-    assert row_bytes(kvjax.fit_bytes(FITS[name], spec, limit), spec) == size(round_to_tiles(largest))
 
 
 def test_rounding_to_tiles_removes_at_most_two_percent():

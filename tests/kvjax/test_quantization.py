@@ -58,18 +58,6 @@ def test_packing_is_lossless_and_products_are_sums_over_parts(bits, columns, see
     np.testing.assert_allclose(product, codes @ row)
 
 
-def test_dimensions_that_do_not_fill_bytes_are_refused():
-    with pytest.raises(ValueError, match="12 .*multiple of 8"):
-        packing.pack(jnp.zeros((2, 12), jnp.uint8), 3)
-    for name in FORMATS:
-        quantization.check_width(name, 16)
-        if name in PACKED:
-            with pytest.raises(
-                ValueError, match=f"kv_dtype='{name}' needs heads with a multiple of 8 dimensions, got 12"
-            ):
-                quantization.check_width(name, 12)
-
-
 @pytest.mark.parametrize("columns", [1, 24, 64, 80, 128])
 def test_the_rotation_is_orthogonal(columns):
     matrix = quantization.rotation(columns).astype(np.float64)

@@ -142,16 +142,3 @@ def test_estimates_of_the_numerator_are_unbiased_with_errors_of_order_inverse_sq
     sizes, estimate_all = [16, 64, 256, 1024], jax.jit(jax.vmap(estimate, in_axes=(None, 0)), static_argnums=0)
     estimates = [estimate_all(slots, jax.random.split(jax.random.key(slots), 400)) for slots in sizes]
     check_estimates(sizes, estimates, exact, 0.06)
-
-
-@pytest.mark.parametrize("change", ["keys", "values", "mass"])
-def test_tokens_of_invalid_shape_are_refused(change):
-    arrays = {"keys": jnp.zeros((5, DIM)), "values": jnp.zeros((5, VALUE_DIM)), "mass": jnp.zeros(5)}
-    arrays[change] = jnp.zeros((5, 9)) if change != "mass" else jnp.zeros(4)
-    with pytest.raises(ValueError, match=change):
-        extend(empty_reservoir(), **arrays)
-
-
-def test_a_reservoir_needs_a_sample():
-    with pytest.raises(ValueError, match="samples=0"):
-        empty_reservoir(slots=0)

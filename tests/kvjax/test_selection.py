@@ -286,7 +286,7 @@ def test_heads_share_one_budget_by_predicted_scores():
 
 def test_predicted_scores_of_other_shapes_are_refused():
     policy, scores = kvjax.KVzap(24), predicted_scores()
-    with pytest.raises(ValueError, match="kvzap needs predicted scores; pass predicted_scores, as kvjax_models does"):
+    with pytest.raises(ValueError, match="requires predicted scores of new tokens"):
         prefill_with_scores(policy, None)
     with pytest.raises(ValueError, match=r"predicted_scores have shape \(3, 40, 2\), expected \[B, H_kv, T\] = "):
         prefill_with_scores(policy, scores.swapaxes(1, 2))

@@ -159,11 +159,3 @@ def test_no_step_merges_more_than_its_schedule_allows(schedule):
         compressed = compress(entries, after, schedule)
         np.testing.assert_allclose(compressed.keys, current.keys[:after], atol=1e-5, err_msg=f"step {step}")
         np.testing.assert_array_equal(compressed.degree, current.degree[:after])
-
-
-@pytest.mark.parametrize(
-    "change, message", [({"first": 0.6}, "first=0.6"), ({"floor": 0.0}, "floor=0.0"), ({"decay": -1.0}, "decay=-1.0")]
-)
-def test_invalid_schedules_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        Schedule(**change)

@@ -54,14 +54,7 @@ class Slots(NamedTuple):
 def capped_logits(
     queries: Float[Array, "*B R D"], keys: Float[Array, "*B S D"], logit_cap: float | None
 ) -> Float[Array, "*B R S"]:
-    """Returns the logits of all pairs.
-
-    Args:
-        logit_cap: soft cap of the logits.
-
-    Returns:
-        The logits.
-    """
+    """Returns the logits of all pairs."""
     logits = queries @ jnp.swapaxes(keys, -1, -2) / math.sqrt(queries.shape[-1])
     return logits if logit_cap is None else logit_cap * jnp.tanh(logits / logit_cap)
 
@@ -80,7 +73,6 @@ def attention_shares(
         valid: queries that exist.
         log_mass: logarithms of the denominators.
         used: keys that exist.
-        logit_cap: soft cap of the logits.
 
     Returns:
         The shares; 0 for missing queries and keys.
@@ -104,13 +96,10 @@ def fit_log_weights(
     Errors are relative to a query's denominator.
 
     Args:
-        references: reference queries of the head.
         slots: kept entries of the head, without log-weights.
         bounds: smallest and largest weight.
         iterations: projected gradient steps.
-        ridge: see `bounded_weights`.
         dtype: dtype to which log-weights are rounded.
-        logit_cap: soft cap of the logits.
 
     Returns:
         The slots with log-weights.
@@ -127,10 +116,8 @@ def fit_values(references: References, slots: Slots, ridge: float, logit_cap: fl
     """Fits values of one head to the attention outputs of the references.
 
     Args:
-        references: reference queries of the head.
         slots: kept entries with log-weights.
         ridge: penalty of changes of the values; see `ridge_solve`.
-        logit_cap: soft cap of the logits.
 
     Returns:
         The slots with values.
@@ -156,9 +143,7 @@ def matching_loss(references: References, slots: Slots, logit_cap: float | None 
     """Returns the loss that refinement lowers.
 
     Args:
-        references: reference queries of a head.
         slots: kept entries of the head.
-        logit_cap: soft cap of the logits.
 
     Returns:
         The mean squared error of attention outputs, relative to their mean square, plus the mean squared error of the
@@ -178,11 +163,8 @@ def refine(
     """Refines the fitted keys, log-weights and values of one head with Adam.
 
     Args:
-        references: reference queries of the head.
         slots: kept entries, fitted in closed form.
-        steps: number of steps.
         bounds: smallest and largest weight.
-        logit_cap: soft cap of the logits.
 
     Returns:
         The refined slots; the original ones if their loss is lower.

@@ -114,7 +114,6 @@ class AttentionMatching(TopKPolicy):
         """Returns an empty store.
 
         Args:
-            spec: spec of the layer.
             row_keys: not used, because the policy draws no random numbers.
 
         Returns:

@@ -5,7 +5,8 @@ the paper's Algorithm 2. `reference_halving` and `exact_halving` are the release
 """
 
 import math
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,18 +30,9 @@ class Halved(NamedTuple):
     clipped: Int[Array, ""]
 
 
-class Halve(Protocol):
-    """A function that halves t entries of one stream. Entries of weight zero are empty and must not affect it."""
-
-    def __call__(
-        self,
-        rng: Key[Array, ""],
-        keys: Float[Array, "t D"],
-        values: Float[Array, "t D_v"] | None,
-        weights: Float[Array, "t"],
-    ) -> Halved:
-        """Halves a block."""
-        ...
+# Halves t entries of one stream, given a PRNG key, keys, values and weights. Entries of weight zero are empty and must
+# not affect it.
+Halve = Callable[[Key[Array, ""], Float[Array, "t D"], Float[Array, "t D_v"] | None, Float[Array, "t"]], Halved]
 
 
 # --- Algorithm 2 ---
@@ -48,10 +40,6 @@ class Halve(Protocol):
 
 def walk_constant(tokens: int, delta: float) -> float:
     """Returns c = 30 log(n / delta), with which the walk of n tokens fails with probability at most delta.
-
-    Args:
-        tokens: n.
-        delta: probability of failure.
 
     Returns:
         The constant.
@@ -80,12 +68,9 @@ def softmax_signs(
 
     Args:
         uniforms: one draw from [0, 1) per token.
-        keys: keys of the tokens.
         values: values of the tokens; None to balance the denominator, where every value is 1.
         weights: weights of the tokens, used relative to the largest; tokens of weight zero have no effect.
         c: the walk's constant (`walk_constant`).
-        key_norm: bound on the norms of keys.
-        value_norm: bound on the norms of values.
         block: tokens whose rows of the kernel matrix are in memory at a time.
 
     Returns:
@@ -136,13 +121,8 @@ def softmax_balance(
     The class can be much smaller than half, and so can the total weight.
 
     Args:
-        rng: PRNG key.
-        keys: keys of the entries.
         values: values of the entries; None to balance the denominator.
-        weights: weights of the entries.
         c: the walk's constant (`walk_constant`).
-        key_norm: bound on the norms of keys.
-        value_norm: bound on the norms of values.
 
     Returns:
         The entries that remain.
@@ -165,11 +145,6 @@ def softmax_balance(
 
 def reference_block(keys: Float[Array, "n D"], values: Float[Array, "n D_v"], temperature: float) -> Block:
     """Returns the kernel exp(temperature <k~_i, k~_j> / sqrt(D)) (1e-8 + <v_i, v_j> + 0.025), k~ the centered keys.
-
-    Args:
-        keys: keys of the block.
-        values: values of the block.
-        temperature: factor of the exponent.
 
     Returns:
         The block.
@@ -194,10 +169,6 @@ def exact_halving(signs: Float[Array, "n"], count: Int[Array, ""]) -> tuple[Int[
     tokens of the sign opposite to c's remain with weight 2 and tokens of the same sign are dropped. Later tokens remain
     with weight 1. The order is a stable descending sort by weight. The total weight is c + 1, not `count`. If `count`
     is odd, one token too many qualifies and is lost.
-
-    Args:
-        signs: signs of the tokens.
-        count: number of tokens that count.
 
     Returns:
         int32 indices and float32 weights; slots from floor(count / 2) on have weight 0.
@@ -232,11 +203,6 @@ def reference_halving(
 
     Args:
         uniforms: one draw per sign, in enough blocks for n tokens.
-        keys: keys of the tokens.
-        values: values of the tokens.
-        weights: weights of the tokens.
-        count: number of tokens that count.
-        gamma: strength of the walk.
         temperature: factor of the kernel's exponent.
 
     Returns:

@@ -105,6 +105,7 @@ class BalanceKVTheory(Policy[BalanceKVTheoryState]):
         super().__post_init__()
         check_budget(self.budget, self.sinks, self.recent, self.compact_every, remainder_for="selected tokens")
         check_min(0, light_values=self.light_values)
+        check_min(1, bins=self.bins)
         if not 0 <= self.self_normalization < 1:
             raise ValueError(f"self_normalization={self.self_normalization} must be at least 0 and below 1")
         check_above(0, epsilon=self.epsilon, delta=self.delta, c=self.c, key_norm=self.key_norm)
@@ -140,12 +141,7 @@ class BalanceKVTheory(Policy[BalanceKVTheoryState]):
         buckets = highest - lowest + 1
         bins, size = bin_sizes(slots, tokens, self.bins)
         init_tree = functools.partial(
-            init_merge_reduce,
-            bins=bins,
-            bin_slots=size,
-            key_dim=spec.head_dim,
-            tokens=tokens,
-            dtype=spec.dtype,
+            init_merge_reduce, bins=bins, bin_slots=size, key_dim=spec.head_dim, dtype=spec.dtype
         )
         init_value_tree = functools.partial(init_tree, value_dim=spec.value_width)
 

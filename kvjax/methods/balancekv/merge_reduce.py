@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.methods.balancekv.balance import Halve, Halved
+from kvjax.methods.balancekv.balance import Halve
 from kvjax.spec import allocated_slots
 from kvjax.state import fault, kv_entries, state, static
 
@@ -50,10 +50,6 @@ def bins_needed(tokens: int, bin_slots: int) -> int:
 
     m full leaves can always be merged into as many bins as m has binary digits of one.
 
-    Args:
-        tokens: length of the stream.
-        bin_slots: slots of a bin.
-
     Returns:
         The number of bins.
     """
@@ -64,7 +60,6 @@ def min_tree_slots(tokens: int, bins: int | None) -> int:
     """Returns the smallest number of slots with which a tree holds a stream, the inverse of `bins_needed`.
 
     Args:
-        tokens: length of the stream.
         bins: number of bins; None for any.
 
     Returns:
@@ -78,8 +73,6 @@ def bin_sizes(slots: float, tokens: int, bins: int | None) -> tuple[int, int]:
     """Divides slots into bins.
 
     Args:
-        slots: slots of the tree.
-        tokens: length of the stream.
         bins: number of bins; None for the smallest number that the stream allows.
 
     Returns:
@@ -105,7 +98,6 @@ def init_merge_reduce(
     bin_slots: int,
     key_dim: int,
     value_dim: int | None,
-    tokens: int,
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> MergeReduceTree:
     """Returns an empty tree.
@@ -114,22 +106,11 @@ def init_merge_reduce(
         rng: PRNG key of the stream.
         bins: number of bins, N.
         bin_slots: slots of a bin, u = t / 2.
-        key_dim: dimensions of keys.
         value_dim: dimensions of values; None for a tree without values.
-        tokens: maximum length of the stream.
-        dtype: dtype of keys and values.
 
     Returns:
         The tree.
-
-    Raises:
-        ValueError: if a size is below 1 or there are too few bins for the stream.
     """
-    for name, size in {"bins": bins, "bin_slots": bin_slots}.items():
-        if size < 1:
-            raise ValueError(f"{name}={size} must be at least 1")
-    if bins < (needed := bins_needed(tokens, bin_slots)):
-        raise ValueError(f"bins={bins} of {bin_slots} slots cannot hold {tokens} tokens; pass at least {needed}")
     zero = jnp.zeros((), jnp.int32)
     slots = allocated_slots(bins * bin_slots)
     return MergeReduceTree(
@@ -157,20 +138,13 @@ def insert(
     """Takes the valid ones of T tokens in, in order.
 
     Args:
-        tree: the tree.
-        keys: keys of the tokens.
         values: values of the tokens, if the tree has values.
         valid: tokens that count; None for all.
         halve: how t entries become t / 2; the same function for every call with one tree.
 
     Returns:
         The tree.
-
-    Raises:
-        ValueError: if values are missing or superfluous.
     """
-    if (values is None) != (tree.values is None):
-        raise ValueError("values must be passed if and only if the tree was initialized with a value_dim")
     tokens, bin_slots = keys.shape[0], tree.bin_slots
     count, items = jnp.int32(tokens), (keys, values)
     if valid is not None:
@@ -192,20 +166,6 @@ def insert(
     return jax.lax.scan(insert_leaf, tree, (bounds[:-1], bounds[1:]))[0]
 
 
-def _halve(
-    tree: MergeReduceTree,
-    halve: Halve,
-    level: Int[Array, ""],
-    index: Int[Array, ""],
-    keys: Float[Array, "t D"],
-    values: Float[Array, "t D_v"] | None,
-    weights: Float[Array, "t"],
-) -> Halved:
-    """Makes node (level, index) from the entries of its children."""
-    rng = jax.random.fold_in(jax.random.fold_in(tree.rng, level), index)
-    return halve(rng, keys, values, weights)
-
-
 class _Pair(NamedTuple):
     """The bins that merge next: the oldest two full siblings of the lowest level that has any."""
 
@@ -225,32 +185,23 @@ def _next_pair(tree: MergeReduceTree) -> _Pair:
     return _Pair(left, jnp.argmax(siblings[left]), jnp.any(has_sibling))
 
 
-def _merge_if(tree: MergeReduceTree, pair: _Pair, condition: Bool[Array, ""], halve: Halve) -> MergeReduceTree:
-    """Merges a pair into its left bin if the condition is true."""
-    bin_slots = tree.bin_slots
-    offsets = jnp.arange(bin_slots, dtype=jnp.int32)
-    left, right = pair.left * bin_slots + offsets, pair.right * bin_slots + offsets
+def _merge(tree: MergeReduceTree, pair: _Pair, halve: Halve) -> MergeReduceTree:
+    """Makes the node above a pair from its entries, in the left bin, and frees the right one."""
+    offsets = jnp.arange(tree.bin_slots, dtype=jnp.int32)
+    left, right = pair.left * tree.bin_slots + offsets, pair.right * tree.bin_slots + offsets
     slots = jnp.concatenate([left, right])
     level, index = tree.level[pair.left] + 1, tree.index[pair.left] // 2
-
-    # A loop of at most one iteration: under vmap, `cond` would always compute both branches.
-    def merge(_: tuple[Array, Halved]) -> tuple[Array, Halved]:
-        values = None if tree.values is None else tree.values[slots]
-        weights = jnp.exp(tree.log_weight[slots])
-        return jnp.bool_(False), _halve(tree, halve, level, index, tree.keys[slots], values, weights)
-
-    empty = Halved(offsets, jnp.zeros(bin_slots), jnp.int32(0))
-    _, halved = jax.lax.while_loop(lambda carry: carry[0], merge, (condition, empty))
-    source = jnp.where(condition, slots[halved.indices], left)
-    log_weight = jnp.where(condition, jnp.log(halved.weight), tree.log_weight[left])
-    freed = jnp.where(condition, -jnp.inf, tree.log_weight[right])
+    rng = jax.random.fold_in(jax.random.fold_in(tree.rng, level), index)
+    values = None if tree.values is None else tree.values[slots]
+    halved = halve(rng, tree.keys[slots], values, jnp.exp(tree.log_weight[slots]))
+    source = slots[halved.indices]
     return dataclasses.replace(
         tree,
         keys=tree.keys.at[left].set(tree.keys[source]),
         values=None if tree.values is None else tree.values.at[left].set(tree.values[source]),
-        log_weight=tree.log_weight.at[left].set(log_weight).at[right].set(freed),
-        level=jnp.where(condition, tree.level.at[pair.left].set(level).at[pair.right].set(-1), tree.level),
-        index=jnp.where(condition, tree.index.at[pair.left].set(index).at[pair.right].set(0), tree.index),
+        log_weight=tree.log_weight.at[left].set(jnp.log(halved.weight)).at[right].set(-jnp.inf),
+        level=tree.level.at[pair.left].set(level).at[pair.right].set(-1),
+        index=tree.index.at[pair.left].set(index).at[pair.right].set(0),
         clipped=tree.clipped + halved.clipped,
     )
 
@@ -289,7 +240,7 @@ def _insert_in_leaf(
 
     def merge(carry: tuple[MergeReduceTree, _Pair]) -> tuple[MergeReduceTree, _Pair]:
         """Merges the pair in the `carry` and returns the next pair."""
-        tree = _merge_if(*carry, carry[1].exists, halve)
+        tree = _merge(*carry, halve)
         return tree, _next_pair(tree)
 
     return jax.lax.while_loop(lambda carry: carry[1].exists, merge, (tree, _next_pair(tree)))[0]

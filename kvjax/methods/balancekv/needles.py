@@ -12,9 +12,7 @@ def needle_marks(keys: Float[Array, "T D"], inside: Bool[Array, "T"], block_size
     A key of zeros is not marked. The released code adds 1e-8 to products and tests for <= 0.
 
     Args:
-        keys: keys of one head.
         inside: tokens that count, the first ones without gaps.
-        block_size: tokens of a block.
 
     Returns:
         The needles and `NEEDLE_REACH` tokens on either side.

@@ -40,17 +40,11 @@ def init_value_buckets(
     Args:
         rng: PRNG key of the stream.
         lowest: exponent i of the first bucket.
-        buckets: number of buckets.
         init_tree: maps a PRNG key to an empty tree.
 
     Returns:
         The buckets.
-
-    Raises:
-        ValueError: if `buckets` is below 1.
     """
-    if buckets < 1:
-        raise ValueError(f"buckets={buckets} must be at least 1")
     trees = jax.vmap(init_tree)(jax.random.split(rng, buckets))
     return ValueBuckets(trees, jnp.zeros(()), lowest)
 
@@ -67,9 +61,6 @@ def insert(
     """Takes every valid token into the bucket of its value's norm; values of norm zero are left out.
 
     Args:
-        buckets: the buckets.
-        keys: keys of the tokens.
-        values: values of the tokens.
         valid: tokens that count.
         halve: maps the largest norm of a bucket, 2^i or inf, to the function that halves its tree.
         negligible: fraction of the largest norm so far up to which a bucket is erased. Algorithm 1 uses

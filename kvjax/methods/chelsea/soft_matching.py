@@ -1,8 +1,19 @@
 """Chunked soft matching: similar neighbors in the text are merged into one weighted entry (Chelsea).
 
-Entries are in the order of the text. Within each chunk, every entry at an even index looks for the most similar entry
-at an odd index, by cosine similarity. Over all chunks, the most similar pairs are merged, weighted by their degrees
-(numbers of tokens). Alternation is optimal if similarity falls with distance (Chelsea, Theorem 6.1).
+Entries are in the order of the text. One step of `compress`, for one head:
+
+    for every chunk of c entries:
+        a, b = entries at even indices, entries at odd indices
+        partner[i], similarity[i] = the entry of b with the key most similar to a[i] (cosine)
+    the r pairs with the largest similarity of all chunks are merged:
+        degree[b] += degree[a];  key[b], value[b] = means weighted by degree;  a is removed
+
+Steps repeat until the budget is reached; `Schedule` says which share of the entries each step merges. Alternation is
+optimal if similarity falls with distance (Chelsea, Theorem 6.1).
+
+The code differs in what TPUs would take minutes to compile. Chunks are processed in tiles of slots, all steps are one
+loop, cumulative sums are computed in blocks (`_cumsum`), the r-th largest similarity is found by bisection instead of a
+sort (`_largest`), and merged entries are added in the order of their targets (`_places_by_target`).
 
 Reference:
     Chelsea, section 5.2.
@@ -11,19 +22,22 @@ Reference:
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.state import state
+from pallas_kernels.bisection import bisect, float_ranks
 from pallas_kernels.soft_match import Partners, soft_match
 
 # Slots are processed in at most `_TILES` tiles of at least `_MIN_TILE` slots. Smaller tiles compile faster and waste
 # less work on empty slots.
 _TILES, _MIN_TILE = 16, 512
 _CUMSUM_BLOCK = 1024
+
+T = TypeVar("T")
 
 
 @state
@@ -107,7 +121,6 @@ def merge_most_similar(
     Args:
         merges: number of entries to merge.
         chunk: entries among which an entry looks for a partner; even.
-        max_merges: upper bound of `merges`.
         tile: slots that are processed at once: a multiple of `chunk` that divides the number of slots.
         num_tiles: number of tiles that may have entries.
 
@@ -118,9 +131,9 @@ def merge_most_similar(
 
     def match(number: Int[Array, ""], partners: Partners) -> Partners:
         """Writes the partners of one tile."""
-        keys = jax.lax.dynamic_slice_in_dim(entries.keys, number * tile, tile)
+        keys = _read(entries.keys, number * tile, tile)
         tile_partners = soft_match(keys, entries.count - number * tile, chunk)
-        return Partners(*_write(partners, tile_partners, number * (tile // 2)))
+        return _write(partners, tile_partners, number * (tile // 2))
 
     partners = Partners(jnp.full(slots // 2, -jnp.inf), jnp.zeros(slots // 2, jnp.int32))
     similarity, partner = jax.lax.fori_loop(0, num_tiles, match, partners)
@@ -129,27 +142,25 @@ def merge_most_similar(
     def merge(number: Int[Array, ""], remaining: Centroids) -> Centroids:
         """Appends the remaining entries of one tile; entries of later tiles are not overwritten."""
         arrays = remaining.keys, remaining.values, remaining.degree
-        keys, values, degree = _read(arrays, number * tile, tile)
         is_merged_here, partner_here = _read((is_merged, partner), number * (tile // 2), tile // 2)
-        old = Centroids(keys, values, degree, jnp.clip(entries.count - number * tile, 0, tile))
+        old = Centroids(*_read(arrays, number * tile, tile), jnp.clip(entries.count - number * tile, 0, tile))
         new = _merge_tile(old, is_merged_here, partner_here, chunk // 2, min(max_merges, tile // 2))
-        keys, values, degree = _write(arrays, (new.keys, new.values, new.degree), remaining.count)
-        return Centroids(keys, values, degree, remaining.count + new.count)
+        written = _write(arrays, (new.keys, new.values, new.degree), remaining.count)
+        return Centroids(*written, remaining.count + new.count)
 
     remaining = dataclasses.replace(entries, count=jnp.zeros_like(entries.count))
     remaining = jax.lax.fori_loop(0, num_tiles, merge, remaining)
     return dataclasses.replace(remaining, degree=jnp.where(jnp.arange(slots) < remaining.count, remaining.degree, 0))
 
 
-def _read(arrays: tuple[Array, ...], start: Int[Array, ""], size: int) -> tuple[Array, ...]:
+def _read(arrays: T, start: Int[Array, ""], size: int) -> T:
     """Returns slots [start, start + size) of all arrays."""
-    return tuple(jax.lax.dynamic_slice_in_dim(x, start, size) for x in arrays)
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size), arrays)
 
 
-def _write(arrays: tuple[Array, ...], parts: tuple[Array, ...], start: Int[Array, ""]) -> tuple[Array, ...]:
+def _write(arrays: T, parts: T, start: Int[Array, ""]) -> T:
     """Returns the arrays with `parts` in the slots from `start` on."""
-    pairs = zip(arrays, parts, strict=True)
-    return tuple(jax.lax.dynamic_update_slice_in_dim(x, part, start, 0) for x, part in pairs)
+    return jax.tree.map(lambda x, part: jax.lax.dynamic_update_slice_in_dim(x, part, start, 0), arrays, parts)
 
 
 def _merge_tile(
@@ -158,7 +169,6 @@ def _merge_tile(
     """Merges entries into their partners.
 
     Args:
-        entries: the entries of some chunks.
         is_merged: which entries at even indices are merged.
         partner: the index of the entry that each one is merged into, among those at odd indices of its chunk.
         pairs: entries at even indices per chunk.
@@ -174,7 +184,7 @@ def _merge_tile(
     merge, number = number < candidates, jnp.minimum(number, candidates - 1)
     target_pair = number // pairs * pairs + partner[number]
     source = 2 * number
-    # Entries at even and at odd indices are listed separately, because TPUs take long to compile their interleaving.
+    # Even and odd indices are listed one after the other; interleaving them would take long to compile.
     even_remains, odd_remains = (2 * pair < entries.count) & ~is_merged, 2 * pair + 1 < entries.count
     sums = _cumsum(even_remains.astype(jnp.int32) + odd_remains)
     even_place = jnp.where(even_remains, sums - odd_remains - 1, slots)
@@ -184,7 +194,7 @@ def _merge_tile(
     target = jnp.where(merge, odd_place[target_pair], slots)
 
     def add(x: Shaped[Array, "S *F"], merged: Shaped[Array, "M *F"]) -> Shaped[Array, "S *F"]:
-        """Adds merged entries to their targets. Without the hint, TPUs sort them, which takes long to compile."""
+        """Adds merged entries to their targets. Without the hint, TPUs sort them."""
         return x.at[target].add(merged, mode="drop", indices_are_sorted=True)
 
     count = sums[-1]
@@ -199,48 +209,19 @@ def _merge_tile(
         old, merged = (part.astype(jnp.float32) for part in (x[order], x[source]))
         return add(old * old_share[:, None], merged_share[:, None] * merged).astype(x.dtype)
 
-    return Centroids(
-        keys=mean(entries.keys),
-        values=mean(entries.values),
-        degree=degree,
-        count=count,
-    )
+    return Centroids(mean(entries.keys), mean(entries.values), degree, count)
 
 
 def _largest(x: Float[Array, "N"], count: Int[Array, ""] | int) -> Bool[Array, "N"]:
-    """Marks the largest values; ties go to the earlier value.
-
-    Bisection finds the smallest of them: a sort takes longer, also to compile for a TPU.
-
-    Args:
-        x: float32 values.
-        count: number of values to mark.
-
-    Returns:
-        Whether each value is one of the `count` largest.
-    """
-    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # without the sign of -0
-    # Unsigned integers in the order of the values.
-    rank = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-    def bisect(num_bits: int, is_enough: Callable[[Int[Array, ""]], Bool[Array, ""]]) -> Int[Array, ""]:
-        """Returns the largest number for which `is_enough`, which is true up to it."""
-
-        def set_bit(step: Int[Array, ""], number: Int[Array, ""]) -> Int[Array, ""]:
-            larger = number | jnp.uint32(1) << (num_bits - 1 - step).astype(jnp.uint32)
-            return jnp.where(is_enough(larger), larger, number)
-
-        return jax.lax.fori_loop(0, num_bits, set_bit, jnp.uint32(0))
-
-    smallest = bisect(32, lambda number: jnp.sum(rank >= number) >= count)
-    index, is_tie = jnp.arange(len(x), dtype=jnp.uint32), rank == smallest
-    num_ties = count - jnp.sum(rank > smallest)
-    end = bisect(32, lambda number: jnp.sum(is_tie & (index < number)) <= num_ties)
-    return (rank > smallest) | (is_tie & (index < end))
+    """Marks the `count` largest float32 values; ties go to the earlier value."""
+    rank = float_ranks(x)
+    smallest = bisect(lambda number: jnp.sum(rank >= number) >= count)
+    is_larger, is_tie = rank > smallest, rank == smallest
+    return is_larger | (is_tie & (_cumsum(is_tie.astype(jnp.int32)) <= count - jnp.sum(is_larger)))
 
 
 def _cumsum(x: Int[Array, "N"]) -> Int[Array, "N"]:
-    """Returns the cumulative sums: in blocks, which TPUs compile in seconds, not in minutes."""
+    """Returns the cumulative sums."""
     blocks = jnp.pad(x, (0, -len(x) % _CUMSUM_BLOCK)).reshape(-1, _CUMSUM_BLOCK)
     sums = jnp.cumsum(blocks, axis=1, dtype=jnp.int32)
     before = jnp.cumsum(sums[:, -1]) - sums[:, -1]
@@ -272,8 +253,7 @@ def compress(
 ) -> Centroids:
     """Merges entries step by step until exactly `budget` entries are left, or as many as there were.
 
-    All steps are one loop over tiles of the same slots, because TPUs take long to compile many or large shapes. A
-    step processes the tiles that have entries if all slots are full at first; fewer entries need no more steps.
+    A step processes the tiles that have entries if all slots are full at first; fewer entries need no more steps.
 
     Args:
         entries: the entries. Slots are copied unless their number is a multiple of `tile_slots`.
@@ -324,8 +304,6 @@ def single_token_entries(
     """Returns tokens as entries of degree one, float32.
 
     Args:
-        keys: keys of the tokens.
-        values: values of the tokens.
         count: number of tokens per row; the first ones.
 
     Returns:

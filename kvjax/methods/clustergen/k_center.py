@@ -38,9 +38,7 @@ def greedy_k_center(keys: Float[Array, "T D"], valid: Bool[Array, "T"], k: int) 
     float32. The product only determines which of a round's centers is nearest, to 1e-6 of the squared norms.
 
     Args:
-        keys: keys of one head.
         valid: keys that count.
-        k: number of centers.
 
     Returns:
         The centers.
@@ -121,7 +119,6 @@ def _choose(
         distance: squared distance of each point to the nearest center; inf without one.
         between: squared distances between the points.
         free: points that can be chosen.
-        k: number of points.
 
     Returns:
         The chosen points in order, and their squared separations (-inf where no point was left).

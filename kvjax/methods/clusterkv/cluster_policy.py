@@ -107,7 +107,6 @@ class ClusterPolicy(Policy[ClusterState]):
         """Clusters one head's keys.
 
         Args:
-            rng: PRNG key.
             keys: keys of a prompt or of a chunk.
             valid: keys that count.
             count: maximum number of clusters.

@@ -32,10 +32,6 @@ class AppendOnlyStore:
 def init_append_only_store(spec: CacheSpec, max_prompt_tokens: int) -> AppendOnlyStore:
     """Returns an empty store.
 
-    Args:
-        spec: the cache's spec.
-        max_prompt_tokens: tokens of the longest prompt.
-
     Returns:
         A store for such a prompt and `spec.max_new_tokens`, rounded up to blocks of attention on every device, or to
         tiles if a tile is less than a block.
@@ -64,7 +60,6 @@ def resize(store: AppendOnlyStore, slots: int) -> AppendOnlyStore:
     """Returns a store with another number of slots, which devices must not share.
 
     Args:
-        store: the store.
         slots: the new number of slots.
 
     Returns:
@@ -107,9 +102,6 @@ def fill(store: AppendOnlyStore, prompt: Any) -> AppendOnlyStore:
 
 def append(store: AppendOnlyStore, new: Tokens) -> AppendOnlyStore:
     """Appends tokens after the occupied slots of every row.
-
-    Args:
-        new: the tokens.
 
     Returns:
         The store. Tokens beyond the last slot are dropped and counted in `overflow`.

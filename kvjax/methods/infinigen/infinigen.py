@@ -171,9 +171,7 @@ def select_columns(
 
     Args:
         skew: the head's matrix.
-        queries: queries of the group.
         valid: queries that count.
-        count: number of columns.
 
     Returns:
         The columns.

@@ -26,9 +26,6 @@ class Skew:
     def load(cls, path: str | os.PathLike[str]) -> "Skew":
         """Loads a file.
 
-        Args:
-            path: path of the file.
-
         Returns:
             The skew.
 

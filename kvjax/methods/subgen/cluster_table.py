@@ -1,7 +1,16 @@
 """A cluster table: a stream of keys in clusters of bounded radius, with uniform samples of each cluster.
 
-SubGen's Algorithm 1 opens clusters without a limit. Here the number of clusters is fixed. When the table is full,
-delta grows and clusters merge; counts, sample distributions and radii stay exact.
+SubGen's Algorithm 1 opens clusters without a limit. Here the number of clusters is fixed. For every key, in order:
+
+1. If a center is within delta, the key joins the nearest one.
+2. Otherwise it opens a cluster, whose center it is, if the table has a free slot.
+3. Otherwise delta grows by a factor, or to the smallest distance between centers or to the key if that is larger.
+   Centers are visited in order: one remains if it is farther than delta from all that remained before it. The others
+   merge into the nearest center that remains, and the key goes back to 1.
+
+`extend` assigns many keys at once. `_assign_block` finds the nearest center of a block of keys by one product, and by
+another which of its keys open clusters (`greedy_cover`). It repeats this after every growth of delta (`_grow_delta`).
+When all keys are assigned, `_rebuild` updates counts, radii, means and samples, which stay exact through merges.
 
 Reference:
     SubGen, Algorithm 1, lines 11 to 23 (UpdateSoftmaxNormalizer), and Lemma 2. Merging: the doubling algorithm of
@@ -10,26 +19,22 @@ Reference:
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.methods.subgen.cover import (
-    EarlierNeighbors,
-    greedy_cover,
-    grow_delta,
-    nearest_center,
-    squared_distances,
-    unknown_neighbors,
-)
+from kvjax.methods.subgen.cover import greedy_cover, nearest_center, squared_distances
 from kvjax.methods.subgen.padding import resize_slots
 from kvjax.spec import allocated_slots
 from kvjax.state import fault, kv_entries, state, static
 from pallas_kernels.argmin import min_and_argmin
 
-MAX_CLUSTERS = 2**14  # distances between all of them take 1 GiB per head
+T = TypeVar("T")
+
+MAX_CLUSTERS = 2**14  # a growth of delta compares all pairs of them
 
 
 @state
@@ -84,8 +89,6 @@ def init_cluster_table(
 
     Args:
         clusters: maximum number of clusters.
-        key_dim: dimensions of keys.
-        dtype: dtype of centers and samples.
         rng: PRNG key of the stream.
         samples: samples per cluster, t.
         value_dim: dimensions of values; None for a stream of keys alone. With values, every cluster has a mean value.
@@ -99,9 +102,12 @@ def init_cluster_table(
         The table.
 
     Raises:
-        ValueError: if a size or factor is out of range.
+        ValueError: if there are more than `MAX_CLUSTERS` clusters.
     """
-    _check_settings(clusters, samples, delta, growth)
+    if clusters > MAX_CLUSTERS:
+        raise ValueError(
+            f"clusters={clusters} must be at most {MAX_CLUSTERS}, because merging compares all pairs of clusters"
+        )
     zero, slots = jnp.zeros((), jnp.int32), allocated_slots(clusters)
     return ClusterTable(
         centers=jnp.zeros((slots, key_dim), jnp.float32 if moving else dtype),
@@ -120,21 +126,6 @@ def init_cluster_table(
     )
 
 
-def _check_settings(clusters: int, samples: int, delta: float | None, growth: float) -> None:
-    """Raises a ValueError that names a setting out of range."""
-    if not 1 <= clusters <= MAX_CLUSTERS:
-        raise ValueError(
-            f"clusters={clusters} must be between 1 and {MAX_CLUSTERS}: merging compares all clusters of a head, which "
-            f"takes {clusters**2 * 4 / 2**30:.1f} GiB"
-        )
-    if samples < 0:
-        raise ValueError(f"samples={samples} must be at least 0")
-    if growth <= 1:
-        raise ValueError(f"growth={growth} must be above 1")
-    if delta is not None and delta <= 0:
-        raise ValueError(f"delta={delta} must be above 0, or None to take it from the data")
-
-
 class _Items(NamedTuple):
     """The centers of the table (items 0 to M - 1) and the tokens of an update (items from M on), float32."""
 
@@ -146,22 +137,16 @@ class _Assignment(NamedTuple):
     """The clusters while tokens are assigned.
 
     A cluster is identified by the item that opened it, so that merging clusters moves integers only.
-
-    Attributes:
-        center_item: item that is the center of each slot.
-        slot_of_item: slot of the cluster that the item opened.
-        size: number of clusters.
-        delta: current delta.
-        doublings: number of times that delta grew.
-        neighbors: nearest earlier center of every center.
     """
 
-    center_item: Int[Array, "M"]
-    slot_of_item: Int[Array, "M+T"]
+    center_item: Int[Array, "M"]  # item that is the center of each slot
+    slot_of_item: Int[Array, "M+T"]  # slot of the cluster that the item opened
     size: Int[Array, ""]
     delta: Float[Array, ""]
     doublings: Int[Array, ""]
-    neighbors: EarlierNeighbors
+    # The nearest center in a lower slot of every center, which saves most distances between centers when delta grows.
+    earlier: Int[Array, "M"]
+    gap: Float[Array, "M"]  # squared distance to it; inf if there is none, -1 if it is not known
 
 
 def extend(
@@ -179,8 +164,6 @@ def extend(
     or distances are tied within float32's resolution.
 
     Args:
-        table: the table.
-        keys: keys of the tokens.
         values: values of the tokens, if the table has values.
         valid: tokens that count; None for all.
         block: tokens that are assigned, and centers that are compared, at a time. Counts, radii, means and samples are
@@ -188,11 +171,7 @@ def extend(
 
     Returns:
         The table.
-
-    Raises:
-        ValueError: if a shape does not fit the table.
     """
-    _check_shapes(table, keys, values, valid)
     valid = jnp.ones(keys.shape[0], bool) if valid is None else valid
     allocated, table = table.centers.shape[0], resize_slots(table, "M", table.clusters)
     capacity, tokens = table.clusters, keys.shape[0]
@@ -209,8 +188,8 @@ def extend(
     slots = jnp.arange(capacity, dtype=jnp.int32)
     occupied = slots < table.size
     slot_of_item = jnp.pad(slots, (0, valid.shape[0]))
-    neighbors = unknown_neighbors(occupied)
-    start = _Assignment(slots, slot_of_item, table.size, table.delta, table.doublings, neighbors)
+    gap = jnp.where(occupied, -1.0, jnp.inf)
+    start = _Assignment(slots, slot_of_item, table.size, table.delta, table.doublings, jnp.zeros_like(slots), gap)
     first = capacity + jnp.arange(0, valid.shape[0], block, dtype=jnp.int32)
     assign = functools.partial(_assign_block, items, table.growth, rows)
     assignment, opener = jax.lax.scan(assign, start, (first, valid.reshape(-1, block)))
@@ -236,20 +215,10 @@ def log_sample_weights(table: ClusterTable) -> Float[Array, "M t"]:
 
     With these log-weights, a sum over the samples is an unbiased estimate of the sum over the stream.
 
-    Args:
-        table: a table with samples.
-
-    Returns:
-        The log-weights.
-
-    Raises:
-        ValueError: if the table has no samples.
-
     Reference:
         SubGen, Algorithm 1, line 30.
     """
-    if table.samples is None:
-        raise ValueError("the table has no samples; initialize it with samples=1 or more")
+    assert table.samples is not None
     samples = table.samples.shape[1]
     return jnp.broadcast_to(log_counts(table)[:, None] - jnp.log(float(samples)), table.samples.shape[:2])
 
@@ -272,98 +241,116 @@ def _assign_block(
     capacity, block = assignment.center_item.shape[0], valid.shape[0]
     index = jnp.arange(block, dtype=jnp.int32)
     tokens, norms = (jax.lax.dynamic_slice_in_dim(x, first, block) for x in items)
+    between = jnp.where(index[:, None] == index[None, :], 0.0, squared_distances(tokens, tokens, norms, norms))
 
     def assign(carry: tuple[_Assignment, Array, Array]) -> tuple[_Assignment, Array, Array]:
         """Runs one round on the `carry`: the assignment, each token's opener, and the number of tokens done."""
         now, opener, done = carry
         center_norms = jnp.where(jnp.arange(capacity) < now.size, items.squared_norms[now.center_item], jnp.inf)
         squared, nearest = nearest_center(tokens, items.vectors[now.center_item], norms, center_norms)
-        reach = now.delta * now.delta
-        waiting = valid & (index >= done)
-        candidate = waiting & (squared > reach)
-        opens, stop, (to_new, new), (to_earlier, earlier) = jax.lax.cond(
-            jnp.any(candidate), _open_clusters, _open_none, tokens, norms, candidate, reach, capacity - now.size
-        )
+        waiting, reach = valid & (index >= done), now.delta * now.delta
+        opens = greedy_cover(between <= reach, waiting & (squared > reach))
+        has_no_slot = opens & (now.size + jnp.cumsum(opens) > capacity)
+        stop = jnp.where(jnp.any(has_no_slot), jnp.argmax(has_no_slot).astype(jnp.int32), block)
+        opens &= index < stop
+        # A token may join a cluster that an earlier token of the block opens, or its own.
+        to_new, new = min_and_argmin(jnp.where(opens & (index <= index[:, None]), between, jnp.inf))
+        to_earlier, earlier = min_and_argmin(jnp.where(opens & (index < index[:, None]), between, jnp.inf))
         joins = jnp.where(to_new < squared, first + new, now.center_item[nearest])
-        opener = jnp.where(waiting & (index < stop), joins, opener)
         slot = jnp.where(opens, now.size + jnp.cumsum(opens, dtype=jnp.int32) - 1, capacity)
-        block_slots = jnp.where(opens, slot, jax.lax.dynamic_slice_in_dim(now.slot_of_item, first, block))
-        neighbor = jnp.where(to_earlier < squared, slot[earlier], nearest)
+        opened = jnp.where(opens, first + index, now.slot_of_item.shape[0])
         now = now._replace(
-            center_item=now.center_item.at[slot].set(first + index, mode="drop"),
-            slot_of_item=jax.lax.dynamic_update_slice_in_dim(now.slot_of_item, block_slots, first, axis=0),
+            center_item=now.center_item.at[slot].set(opened, mode="drop"),
+            slot_of_item=now.slot_of_item.at[opened].set(slot, mode="drop"),
             size=now.size + jnp.sum(opens, dtype=jnp.int32),
-            neighbors=now.neighbors.insert(slot, jnp.minimum(squared, to_earlier), neighbor),
+            earlier=now.earlier.at[slot].set(jnp.where(to_earlier < squared, slot[earlier], nearest), mode="drop"),
+            gap=now.gap.at[slot].set(jnp.minimum(squared, to_earlier), mode="drop"),
         )
         distance = jnp.minimum(squared, to_new)[jnp.minimum(stop, block - 1)]
-        return _merge_clusters(items, now, distance, growth, stop < block, rows), opener, stop
+        now = _grow_delta(items, growth, rows, now, distance, stop < block)
+        return now, jnp.where(waiting & (index < stop), joins, opener), stop
 
     start = (assignment, jnp.zeros(block, jnp.int32), jnp.where(jnp.any(valid), 0, block))
     assignment, opener, _ = jax.lax.while_loop(lambda carry: carry[2] < block, assign, start)
     return assignment, opener
 
 
-_Openings = tuple[Array, Array, tuple[Array, Array], tuple[Array, Array]]
+def _grow_delta(
+    items: _Items, growth: float, rows: int, now: _Assignment, waiting: Float[Array, ""], grows: Bool[Array, ""]
+) -> _Assignment:
+    """Grows delta until clusters merge or the waiting key, at this squared distance, finds a center, if `grows`.
 
-
-def _open_clusters(
-    tokens: Float[Array, "b D"],
-    norms: Float[Array, "b"],
-    candidate: Bool[Array, "b"],
-    reach: Float[Array, ""],
-    free: Int[Array, ""],
-) -> _Openings:
-    """Opens clusters in the free slots for tokens without a center within `reach`.
+    Only centers whose nearest earlier center is unknown or within delta are compared with all others, so that M x M
+    distances are never in memory.
 
     Returns:
-        The tokens that open a cluster; the first token without a free slot (b if all have one); and squared distance
-        and index of the nearest token that opened a cluster, among tokens up to this one and among tokens before it.
+        The assignment with the new delta.
     """
-    block = norms.shape[0]
-    index = jnp.arange(block, dtype=jnp.int32)
-    between = jnp.where(index[:, None] == index[None, :], 0.0, squared_distances(tokens, tokens, norms, norms))
-    opens = greedy_cover(between <= reach, candidate)
-    has_no_slot = opens & (jnp.cumsum(opens) > free)
-    stop = jnp.where(jnp.any(has_no_slot), jnp.argmax(has_no_slot).astype(jnp.int32), block)
-    opens &= index < stop
-    up_to, before = index[None, :] <= index[:, None], index[None, :] < index[:, None]
-    nearest, earlier = (min_and_argmin(jnp.where(opens[None, :] & mask, between, jnp.inf)) for mask in (up_to, before))
-    return opens, stop, nearest, earlier
-
-
-def _open_none(
-    tokens: Float[Array, "b D"],
-    norms: Float[Array, "b"],
-    candidate: Bool[Array, "b"],
-    reach: Float[Array, ""],
-    free: Int[Array, ""],
-) -> _Openings:
-    """Returns the result of `_open_clusters` for no candidates."""
-    block = norms.shape[0]
-    nearest = jnp.full(block, jnp.inf), jnp.arange(block, dtype=jnp.int32)
-    return candidate, jnp.int32(block), nearest, nearest
-
-
-def _merge_clusters(
-    items: _Items, now: _Assignment, waiting: Float[Array, ""], growth: float, grows: Bool[Array, ""], rows: int
-) -> _Assignment:
-    """Grows delta until clusters merge or the waiting key, at this squared distance, finds a center, if `grows`."""
     centers, norms = (x[now.center_item] for x in items)
-    delta, remains, target, neighbors = grow_delta(
-        centers, norms, now.neighbors, waiting, now.delta, growth, grows, rows
-    )
-    rank = jnp.cumsum(remains, dtype=jnp.int32) - 1
-    new_slot = jnp.where(remains, rank, remains.shape[0])
-    merged = _Assignment(
-        center_item=jnp.zeros_like(now.center_item).at[new_slot].set(now.center_item, mode="drop"),
-        slot_of_item=rank[target][now.slot_of_item],
-        size=jnp.sum(remains, dtype=jnp.int32),
-        delta=delta,
-        doublings=now.doublings + 1,
-        neighbors=neighbors.compact(remains),
-    )
-    # Under `vmap`, `cond` and a loop in place of these selections would wait for the host once more per round.
-    return jax.tree.map(lambda new, old: jnp.where(grows, new, old), merged, now)
+    capacity = norms.shape[0]
+
+    def merge(carry: tuple[_Assignment, Array]) -> tuple[_Assignment, Array]:
+        """Merges clusters at the delta in the `carry`; grows delta if there are none to merge."""
+        now, _ = carry
+        reach = now.delta * now.delta
+
+        def decide(carry: tuple[Array, Array, Array], row: Int[Array, "R"]) -> tuple[Array, Array, Array]:
+            """Decides which of the centers in `row` remain, after all earlier ones, and finds their earlier center."""
+            remains, earlier, gap = carry
+            some, some_norms, known, neighbor = centers[row], norms[row], gap[row] >= 0, earlier[row]
+            squared, nearest = nearest_center(some, centers, some_norms, jnp.where(remains, norms, jnp.inf), row)
+            between = squared_distances(some, some, some_norms, some_norms)
+            # A known center is within delta, however its distance is rounded this time.
+            near = (between <= reach) | (known[:, None] & (neighbor[:, None] == row))
+            selected = greedy_cover(near, (row < capacity) & (squared > reach) & ~(known & remains[neighbor]))
+            to_new, new = min_and_argmin(jnp.where(selected & (row < row[:, None]), between, jnp.inf))
+            return (
+                remains.at[row].set(selected, mode="drop"),
+                earlier.at[row].set(jnp.where(to_new < squared, row[new], nearest), mode="drop"),
+                gap.at[row].set(jnp.minimum(squared, to_new), mode="drop"),
+            )
+
+        def find_target(target: Int[Array, "M"], row: Int[Array, "R"]) -> Int[Array, "M"]:
+            """Sets the `target` of the centers in `row` to their nearest center that remains."""
+            _, nearest = nearest_center(centers[row], centers, norms[row], jnp.where(remains, norms, jnp.inf))
+            return target.at[row].set(nearest, mode="drop")
+
+        close = now.gap <= reach
+        # A center whose known earlier center surely remains does not remain.
+        merges = close & (now.gap >= 0) & ~close[now.earlier]
+        remains, earlier, gap = _for_rows(close & ~merges, rows, decide, (~close, now.earlier, now.gap))
+        target = _for_rows(~remains, rows, find_target, jnp.arange(capacity, dtype=jnp.int32))
+        size, rank = jnp.sum(remains, dtype=jnp.int32), jnp.cumsum(remains, dtype=jnp.int32) - 1
+        slot = jnp.where(remains, rank, capacity)
+        done = (size < capacity) | (waiting <= reach)
+        # Rounded up, so that the square of delta is at least the smallest distance.
+        larger = jnp.sqrt(jnp.minimum(jnp.min(gap), waiting)) * (1 + 2.0**-22)
+        is_lost = ~remains[earlier] & jnp.isfinite(gap)
+        merged = now._replace(
+            center_item=jnp.zeros_like(now.center_item).at[slot].set(now.center_item, mode="drop"),
+            slot_of_item=rank[target][now.slot_of_item],
+            size=size,
+            delta=jnp.where(done, now.delta, jnp.maximum(now.delta, larger)),
+            earlier=jnp.zeros_like(earlier).at[slot].set(rank[earlier], mode="drop"),
+            gap=jnp.full(capacity, jnp.inf).at[slot].set(jnp.where(is_lost, -1.0, gap), mode="drop"),
+        )
+        return merged, done
+
+    start = now._replace(delta=jnp.where(grows, growth * now.delta, now.delta), doublings=now.doublings + grows)
+    return jax.lax.while_loop(lambda carry: ~carry[1], merge, (start, ~grows))[0]
+
+
+def _for_rows(mask: Bool[Array, "M"], rows: int, step: Callable[[T, Int[Array, "R"]], T], carry: T) -> T:
+    """Calls `step(carry, row)` with the indices of a mask in order, at most `rows` at a time; padding is M."""
+    capacity, count = mask.shape[0], jnp.sum(mask)
+    rows = min(rows, capacity)
+    order = jnp.where(jnp.arange(capacity) < count, jnp.argsort(~mask, stable=True), capacity).astype(jnp.int32)
+    order = jnp.pad(order, (0, -capacity % rows), constant_values=capacity)
+
+    def call(number: Int[Array, ""], carry: T) -> T:
+        return step(carry, jax.lax.dynamic_slice_in_dim(order, number * rows, rows))
+
+    return jax.lax.fori_loop(0, -(-count // rows), call, carry)
 
 
 def _rebuild(
@@ -378,8 +365,22 @@ def _rebuild(
     capacity = table.centers.shape[0]
     count = jnp.zeros(capacity, jnp.int32).at[slot].add(weight, mode="drop")
     occupied = count > 0
-    centers, mean_value = _update_means(table, assignment, items[capacity:], values, slot, weight, count)
-    if centers is None:
+    has_merged = assignment.doublings > table.doublings
+    old_slot, token_slot, is_token = slot[:capacity], slot[capacity:], weight[capacity:, None] > 0
+
+    def update_mean(mean: Float[Array, "M D"], rows: Float[Array, "T D"]) -> Float[Array, "M D"]:
+        """Merges each `mean` as the table merged its clusters, and moves it towards the new `rows` of its cluster."""
+        old_count = jnp.zeros(capacity, jnp.int32).at[old_slot].add(table.count, mode="drop")
+        sums = jnp.zeros_like(mean).at[old_slot].add(mean * table.count[:, None], mode="drop")
+        mean = jnp.where(has_merged, sums / jnp.maximum(old_count, 1)[:, None], mean)
+        # mean + sum of (x - mean) / n leaves slots without new tokens unchanged.
+        nearest = jnp.minimum(token_slot, capacity - 1)
+        change = (rows - mean[nearest]) / jnp.maximum(count[nearest], 1)[:, None]
+        return mean.at[token_slot].add(jnp.where(is_token, change, 0.0), mode="drop")
+
+    if table.moving:
+        centers = update_mean(table.centers, items[capacity:])
+    else:
         centers = jnp.where(occupied[:, None], items[assignment.center_item], 0.0)
     item_center = centers[jnp.where(slot < capacity, slot, 0)]
     item_radius = jnp.pad(table.radius, (0, slot.shape[0] - capacity))
@@ -391,9 +392,10 @@ def _rebuild(
     rng, draws = jax.random.split(table.rng)
     samples = table.samples
     if samples is not None:
-        item = _draw_items(draws, slot, weight, count, samples.shape[1])
-        samples = _take_samples(samples, items[capacity:], item, occupied)
-
+        samples = _draw_samples(draws, samples, items[capacity:].astype(samples.dtype), slot, weight, count)
+    mean_value = table.mean_value
+    if mean_value is not None and values is not None:
+        mean_value = update_mean(mean_value, values)
     return dataclasses.replace(
         table,
         centers=centers.astype(table.centers.dtype),
@@ -405,88 +407,31 @@ def _rebuild(
         delta=assignment.delta,
         doublings=assignment.doublings,
         # Padding must not change the random numbers of a row.
-        rng=jnp.where(jnp.any(weight[capacity:] > 0), rng, table.rng),
+        rng=jnp.where(jnp.any(is_token), rng, table.rng),
     )
 
 
-def _draw_items(
-    rng: Key[Array, ""], slot: Int[Array, "M+T"], weight: Int[Array, "M+T"], count: Int[Array, "M"], samples: int
-) -> Int[Array, "M t"]:
+def _draw_samples(
+    rng: Key[Array, ""],
+    old: Float[Array, "M t D"],
+    tokens: Float[Array, "T D"],
+    slot: Int[Array, "M+T"],
+    weight: Int[Array, "M+T"],
+    count: Int[Array, "M"],
+) -> Float[Array, "M t D"]:
     """Draws an item of every cluster for every sample, in proportion to the items' numbers of keys.
 
     An old cluster contributes its sample of the same slot, which is uniform over its keys. All draws are independent,
     so that samples stay uniform and independent after merges.
 
     Returns:
-        Items.
+        The samples; 0 in empty slots.
     """
+    capacity, samples, _ = old.shape
     order = jnp.argsort(slot, stable=True)
     first = jnp.cumsum(count) - count
-    draw = jax.random.randint(rng, (count.shape[0], samples), 0, jnp.maximum(count, 1)[:, None])
-    return order[jnp.searchsorted(jnp.cumsum(weight[order]), first[:, None] + draw, side="right")]
-
-
-def _take_samples(
-    old: Float[Array, "M t D"], tokens: Float[Array, "T D"], item: Int[Array, "M t"], occupied: Bool[Array, "M"]
-) -> Float[Array, "M t D"]:
-    """Gathers samples from the old samples and the tokens of the update."""
-    capacity = old.shape[0]
-    from_old = old[jnp.minimum(item, capacity - 1), jnp.arange(old.shape[1])]
-    from_tokens = tokens[jnp.maximum(item - capacity, 0)].astype(old.dtype)
-    return jnp.where(occupied[:, None, None], jnp.where((item < capacity)[..., None], from_old, from_tokens), 0)
-
-
-def _update_means(
-    table: ClusterTable,
-    assignment: _Assignment,
-    keys: Float[Array, "T D"],
-    values: Float[Array, "T D_v"] | None,
-    slot: Int[Array, "M+T"],
-    weight: Int[Array, "M+T"],
-    count: Int[Array, "M"],
-) -> tuple[Float[Array, "M D"] | None, Float[Array, "M D_v"] | None]:
-    """Returns moving centers and mean values after an update; None if the table has no such means."""
-    capacity = table.centers.shape[0]
-    old_slot, token_slot, is_token = slot[:capacity], slot[capacity:], weight[capacity:, None] > 0
-
-    def merge(carry: tuple[list[Array | None], Array]) -> tuple[list[Array | None], Array]:
-        """Merges the means in the `carry` as the table merged its clusters."""
-
-        def add(rows: Array) -> Array:
-            return jnp.zeros_like(rows).at[old_slot].add(rows, mode="drop")
-
-        total = jnp.maximum(add(table.count), 1)[:, None]
-        return jax.tree.map(lambda mean: add(mean * table.count[:, None]) / total, carry[0]), jnp.bool_(False)
-
-    means = [table.centers if table.moving else None, table.mean_value]
-    # A loop of at most one iteration, because `vmap` of `cond` computes both branches: most updates merge no clusters.
-    means, _ = jax.lax.while_loop(lambda carry: carry[1], merge, (means, assignment.doublings > table.doublings))
-    nearest_slot = jnp.minimum(token_slot, capacity - 1)
-
-    def update(mean: Float[Array, "M D"], rows: Float[Array, "T D"]) -> Float[Array, "M D"]:
-        """Moves each `mean` towards the new tokens' `rows` of its cluster."""
-        # mean + sum of (x - mean) / n leaves slots without new tokens unchanged.
-        change = (rows - mean[nearest_slot]) / jnp.maximum(count[nearest_slot], 1)[:, None]
-        return mean.at[token_slot].add(jnp.where(is_token, change, 0.0), mode="drop")
-
-    centers, mean_value = (
-        mean if mean is None or rows is None else update(mean, rows)
-        for mean, rows in zip(means, (keys, values), strict=True)
-    )
-    return centers, mean_value
-
-
-def _check_shapes(
-    table: ClusterTable, keys: Float[Array, "T D"], values: Float[Array, "T D_v"] | None, valid: Bool[Array, "T"] | None
-) -> None:
-    """Raises a ValueError for arrays that do not fit the table."""
-    tokens = keys.shape[0]
-    if keys.shape != (tokens, table.centers.shape[1]):
-        raise ValueError(f"keys have shape {keys.shape}, expected [T, D] with D = {table.centers.shape[1]}")
-    if values is None or table.mean_value is None:
-        if values is not None or table.mean_value is not None:
-            raise ValueError(f"values={values}: pass values if and only if the table has a value_dim")
-    elif values.shape != (tokens, table.mean_value.shape[1]):
-        raise ValueError(f"values have shape {values.shape}, expected {(tokens, table.mean_value.shape[1])}")
-    if valid is not None and valid.shape != (tokens,):
-        raise ValueError(f"valid has shape {valid.shape}, expected [T] = {(tokens,)}")
+    draw = jax.random.randint(rng, (capacity, samples), 0, jnp.maximum(count, 1)[:, None])
+    item = order[jnp.searchsorted(jnp.cumsum(weight[order]), first[:, None] + draw, side="right")]
+    from_old = old[jnp.minimum(item, capacity - 1), jnp.arange(samples)]
+    from_tokens = tokens[jnp.maximum(item - capacity, 0)]
+    return jnp.where((count > 0)[:, None, None], jnp.where((item < capacity)[..., None], from_old, from_tokens), 0)

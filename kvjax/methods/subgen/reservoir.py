@@ -42,20 +42,11 @@ def init_reservoir(
     """Returns an empty reservoir.
 
     Args:
-        samples: number of samples.
-        key_dim: dimensions of keys.
-        value_dim: dimensions of values.
-        dtype: dtype of keys and values.
         rng: PRNG key of the stream.
 
     Returns:
         The reservoir.
-
-    Raises:
-        ValueError: if `samples` is below 1.
     """
-    if samples < 1:
-        raise ValueError(f"samples={samples} must be at least 1")
     slots = allocated_slots(samples)
     return WeightedReservoir(
         keys=jnp.zeros((slots, key_dim), dtype),
@@ -79,18 +70,11 @@ def extend(
     of the stream into blocks.
 
     Args:
-        reservoir: the reservoir.
-        keys: keys of the tokens.
-        values: values of the tokens.
         mass: masses; a token of mass 0 is never sampled, which masks it.
 
     Returns:
         The reservoir.
-
-    Raises:
-        ValueError: if a shape does not fit the reservoir.
     """
-    _check_shapes(reservoir, keys, values, mass)
     mass = mass.astype(jnp.float32)
     sound = jnp.isfinite(mass) & (mass >= 0)
     mass = jnp.where(sound, mass, 0.0)
@@ -128,9 +112,6 @@ def log_weights(reservoir: WeightedReservoir) -> Float[Array, "s"]:
 
     With these log-weights, a sum over the samples is an unbiased estimate of the sum over the stream.
 
-    Args:
-        reservoir: the reservoir.
-
     Returns:
         The log-weights.
 
@@ -160,18 +141,3 @@ def _two_sum(a: Float[Array, ""], b: Float[Array, ""]) -> tuple[Float[Array, ""]
     total = a + b
     rounded_b = total - a
     return total, (a - (total - rounded_b)) + (b - rounded_b)
-
-
-def _check_shapes(
-    reservoir: WeightedReservoir, keys: Float[Array, "T D"], values: Float[Array, "T D_v"], mass: Float[Array, "T"]
-) -> None:
-    """Raises a ValueError for arrays that do not fit the reservoir."""
-    tokens = keys.shape[0]
-    expected = {
-        "keys": (keys, (tokens, reservoir.keys.shape[1])),
-        "values": (values, (tokens, reservoir.values.shape[1])),
-        "mass": (mass, (tokens,)),
-    }
-    for name, (array, shape) in expected.items():
-        if array.shape != shape:
-            raise ValueError(f"{name} have shape {array.shape}, expected {shape}")

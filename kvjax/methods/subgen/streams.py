@@ -2,11 +2,11 @@
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Shaped
 
 from kvjax.shared.per_head import per_head
 
@@ -21,13 +21,7 @@ T = TypeVar("T")  # the structures of one head, or of all rows and heads
 Extend = Callable[..., T]
 
 
-def extend_all(
-    extend: Extend[T],
-    streams: T,
-    keys: Float[Array, "B H T D"],
-    values: Float[Array, "B H T D_v"],
-    valid: Bool[Array, "B H T"],
-) -> T:
+def extend_all(extend: Extend[T], streams: T, *tokens: Shaped[Array, "B H T *D"]) -> T:
     """Takes a few tokens into the structures of all rows and heads.
 
     Accelerators update all streams in parallel. A CPU updates them one after the other, because in parallel every
@@ -36,80 +30,47 @@ def extend_all(
     Args:
         extend: updates the structures of one head.
         streams: structures of all rows and heads.
-        keys: keys of the tokens.
-        values: values of the tokens.
-        valid: tokens that count.
+        *tokens: keys [B, H, T, D], values [B, H, T, D_v] and valid tokens [B, H, T].
 
     Returns:
         The structures.
     """
     in_sequence = functools.partial(_fill_in_sequence, extend)
     in_parallel = per_head(functools.partial(extend, block=PARALLEL_BLOCK))
-    return jax.lax.platform_dependent(streams, keys, values, valid, cpu=in_sequence, default=in_parallel)
+    return jax.lax.platform_dependent(streams, *tokens, cpu=in_sequence, default=in_parallel)
 
 
-def fill(
-    extend: Extend[T],
-    streams: T,
-    keys: Float[Array, "B H T D"],
-    values: Float[Array, "B H T D_v"],
-    valid: Bool[Array, "B H T"],
-) -> T:
-    """Takes a prompt's valid tokens in, block by block.
+def fill(extend: Extend[T], streams: T, *tokens: Shaped[Array, "B H T *D"]) -> T:
+    """Takes a prompt's valid tokens in, block by block; see `extend_all` for the arguments.
 
     A GPU updates all streams in parallel, because every iteration of a loop waits for the host; other devices update
     one stream after the other.
-
-    Args:
-        extend: updates the structures of one head.
-        streams: structures of all rows and heads.
-        keys: keys of the prompt.
-        values: values of the prompt.
-        valid: tokens that count.
 
     Returns:
         The structures.
     """
     in_sequence = functools.partial(_fill_in_sequence, extend)
     in_parallel = functools.partial(_fill_in_parallel, extend)
-    return jax.lax.platform_dependent(streams, keys, values, valid, cuda=in_parallel, default=in_sequence)
+    return jax.lax.platform_dependent(streams, *tokens, cuda=in_parallel, default=in_sequence)
 
 
-def _fill_in_sequence(
-    extend: Extend[T],
-    streams: T,
-    keys: Float[Array, "B H T D"],
-    values: Float[Array, "B H T D_v"],
-    valid: Bool[Array, "B H T"],
-) -> T:
-    def extend_block(streams: T, block: tuple[Array, Array, Array]) -> tuple[T, None]:
+def _fill_in_sequence(extend: Extend[T], streams: T, *tokens: Shaped[Array, "B H T *D"]) -> T:
+    def extend_block(streams: T, block: tuple[Array, ...]) -> tuple[T, None]:
         return extend(streams, *block), None
 
-    def fill_row(row: tuple[T, Array, Array, Array]) -> T:
-        """Extends the structures of one `row`, head by head and block by block."""
+    def fill_head(head: tuple[Any, ...]) -> T:
+        return jax.lax.scan(extend_block, head[0], head[1:])[0]
 
-        def fill_head(head: tuple[T, Array, Array, Array]) -> T:
-            return jax.lax.scan(extend_block, head[0], head[1:])[0]
-
-        return jax.lax.map(fill_head, row)
-
-    return jax.lax.map(fill_row, (streams, _blocks(keys), _blocks(values), _blocks(valid)))
+    return jax.lax.map(lambda row: jax.lax.map(fill_head, row), (streams, *map(_blocks, tokens)))
 
 
-def _fill_in_parallel(
-    extend: Extend[T],
-    streams: T,
-    keys: Float[Array, "B H T D"],
-    values: Float[Array, "B H T D_v"],
-    valid: Bool[Array, "B H T"],
-) -> T:
+def _fill_in_parallel(extend: Extend[T], streams: T, *tokens: Shaped[Array, "B H T *D"]) -> T:
     extend_heads = per_head(functools.partial(extend, block=PARALLEL_BLOCK))
 
-    def extend_block(streams: T, block: tuple[Array, Array, Array]) -> tuple[T, None]:
+    def extend_block(streams: T, block: tuple[Array, ...]) -> tuple[T, None]:
         return extend_heads(streams, *block), None
 
-    keys, values, valid = (jnp.moveaxis(_blocks(x), 2, 0) for x in (keys, values, valid))
-    return jax.lax.scan(extend_block, streams, (keys, values, valid))[0]
+    return jax.lax.scan(extend_block, streams, tuple(jnp.moveaxis(_blocks(x), 2, 0) for x in tokens))[0]
 
 
 def _blocks(x: Shaped[Array, "B H T *D"]) -> Shaped[Array, "B H N block *D"]:

@@ -35,17 +35,13 @@ class KVzap(TopKPolicy):
 
     def score(self, prompt: Prompt) -> Float[Array, "B H_kv T"]:
         """Returns the predicted log scores."""
-        if prompt.predicted_scores is None:
-            raise ValueError(
-                "kvzap needs predicted scores; pass predicted_scores, as kvjax_models does with the model's profile"
-            )
+        assert prompt.predicted_scores is not None  # `kvjax.prefill` requires them
         return prompt.predicted_scores
 
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> TopKStore:
         """Returns an empty store with scores.
 
         Args:
-            spec: spec of the layer.
             row_keys: not used, because the policy draws no random numbers.
 
         Returns:
@@ -59,7 +55,6 @@ class KVzap(TopKPolicy):
 
         Args:
             state: an empty store.
-            prompt: the prompt.
 
         Returns:
             The store.

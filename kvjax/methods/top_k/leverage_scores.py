@@ -51,8 +51,6 @@ def leverage_scores(
 
     Args:
         among: tokens that count; the others get 0.
-        rotated: as in `LeverageScores`.
-        sketch: as in `LeverageScores`.
 
     Returns:
         The scores, float32.
@@ -76,7 +74,6 @@ def leverage(
     """Computes the statistical leverage of every valid key.
 
     Args:
-        keys: keys of one head.
         valid: keys that count.
         sketch: a matrix that reduces the dimensions of keys.
 

@@ -49,8 +49,6 @@ class PyramidKV(SnapKV):
         """Returns the number of tokens that a layer keeps of a prompt, the window included.
 
         Args:
-            tokens: length of the prompt.
-            layer: index of the layer.
             layers: number of layers; a single layer keeps `budget`.
 
         Returns:

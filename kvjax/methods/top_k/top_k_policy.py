@@ -90,9 +90,6 @@ class TopKPolicy(Policy[TopKStore]):
     def for_layer(self, spec: CacheSpec) -> Policy[TopKStore]:
         """Returns the policy with at most as many slots as there can be tokens.
 
-        Args:
-            spec: spec of the layer.
-
         Returns:
             The policy with a budget of at most `spec.capacity`, or `spec.max_prompt_tokens` if slots for later tokens
             are reserved, rounded up to a multiple of 16.
@@ -103,9 +100,6 @@ class TopKPolicy(Policy[TopKStore]):
 
     def num_slots(self, spec: CacheSpec) -> int:
         """Returns the number of slots per KV head.
-
-        Args:
-            spec: spec of the layer.
 
         Returns:
             The budget, plus slots for `spec.max_new_tokens` if `reserve_decode_slots`.
@@ -142,7 +136,6 @@ class TopKPolicy(Policy[TopKStore]):
         """Returns an empty store.
 
         Args:
-            spec: spec of the layer.
             row_keys: not used, because the policy draws no random numbers.
 
         Returns:
@@ -166,7 +159,6 @@ class TopKPolicy(Policy[TopKStore]):
         """Returns the kept tokens.
 
         Args:
-            state: the store.
             num_visible_staged: not used, because staged tokens hide no slot.
 
         Returns:
@@ -175,15 +167,7 @@ class TopKPolicy(Policy[TopKStore]):
         return (top_k_store.store_segment(state),)
 
     def compact(self, state: TopKStore, new: Tokens) -> TopKStore:
-        """Writes later tokens into empty slots, then over the tokens of lowest rank or, if they have scores, score.
-
-        Args:
-            state: the store.
-            new: the staged tokens.
-
-        Returns:
-            The store.
-        """
+        """Writes later tokens into empty slots, then over the tokens of lowest rank or, if they have scores, score."""
         append = top_k_store.append if state.scores is None else top_k_store.append_scored
         return append(state, new, self.sinks)
 

@@ -39,7 +39,6 @@ def init_top_k_store(spec: CacheSpec, slots: int, *, weighted: bool = False, new
     """Returns an empty store.
 
     Args:
-        spec: the cache's spec.
         slots: maximum number of tokens per KV head.
         weighted: whether entries have log-weights.
         newest: number of newest tokens that `append_scored` keeps, at least `spec.staging_slots`; None for a store
@@ -74,8 +73,6 @@ def fill(
     Args:
         store: an empty store.
         rank: rank of every token; -inf past a row's length.
-        keys: keys of the prompt.
-        values: values of the prompt.
         lengths: tokens per row.
         count: slots to fill.
 
@@ -99,9 +96,7 @@ def start_scores(
     """Adds the scores of a prompt to a store that `fill` filled.
 
     Args:
-        store: the store.
         rank: rank of every token, as for `fill`; the last tokens are ranked right after the sinks, newest first.
-        scores: score of every token.
         sinks: first tokens, which are never dropped.
         recent: last tokens of the prompt that are always kept.
 
@@ -127,7 +122,6 @@ def append_scored(store: TopKStore, new: Tokens, sinks: int) -> TopKStore:
     """Writes later tokens over those of lowest score, other than sinks and the newest tokens.
 
     Args:
-        store: a store with scores.
         new: later tokens with predicted scores.
         sinks: first tokens, which are never overwritten.
 
