@@ -175,8 +175,8 @@ class RowSampling:
     frequency_penalty: Float[Array, "B"]
     logprobs: Int[Array, "B"]  # int32; -1: none
     in_prompt: Bool[Array, "B V"]  # tokens that occur in the prompt
-    bias_tokens: Int[Array, "B N"]  # int32 tokens with a bias
-    biases: Float[Array, "B N"]  # 0: none
+    bias_tokens: Int[Array, "B K"]  # int32 tokens with a bias
+    biases: Float[Array, "B K"]  # 0: none
     allowed: Int[Array, "B W"]  # int32, a bit for every token that may come next, the lowest one first
     counts: Int[Array, "B V"]  # int32, how often each token occurs in the answer
 
