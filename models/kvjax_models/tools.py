@@ -122,6 +122,8 @@ class Form:
     def _schema(self, tool: Tool) -> dict[str, Any]:
         """Returns the schema of a call."""
         parameters: dict[str, Any] = {"type": "object", **tool.parameters}
+        if "properties" in parameters:  # a function takes the arguments that it names
+            parameters.setdefault("additionalProperties", False)
         # References in it begin at the root.
         definitions = {name: parameters.pop(name, {}) for name in ["$defs", "definitions"]}
         return {

@@ -21,7 +21,7 @@ ADD = {
     "additionalProperties": False,
     "$defs": {"small": {"enum": [1, 2]}},
 }
-TOOLS = [Tool("add", ADD), Tool("now", {})]
+TOOLS = [Tool("add", ADD), Tool("now", {"type": "object", "properties": {}})]
 NAMES = ["add", "now"]
 ONE = {
     HERMES: '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 2}}\n</tool_call>',
@@ -64,6 +64,8 @@ def test_grammars(tokenizer, template):
     assert is_answer(one) and is_answer(one, is_required=True, is_parallel=False)
     assert not is_answer(one.replace("3", '"3"')) and not is_answer(one.replace('"b": 2', '"b": 3'))
     assert not is_answer(one.replace("add", "subtract"), is_required=True)
+    empty, full = (one.replace("add", "now").replace('"a": 3, "b": 2', text) for text in ("", '"zone": 1'))
+    assert is_answer(empty) and not is_answer(full)
     assert is_answer("Just [a] text.") and not is_answer("Just a text.", is_required=True)
     if two is not None:
         assert is_answer(two) and is_answer(two, is_required=True) and not is_answer(two, is_parallel=False)
