@@ -14,9 +14,9 @@
 - `json`: answers to random JSON schemas that get deeper; how many end, parse and validate, also without the schema.
 
 Each line has the seconds until the server was ready, the requests per second, the time to the first token and between
-two parts of an answer, and the
-resident memory of the server after each fifth of the requests. kvjax answers prompts and questions twice, because the
-first time compiles programs: `first_requests_per_second` is of that time. A row that stays occupied is an error.
+two parts of an answer, and the resident memory of the server after each fifth of the requests. kvjax answers prompts
+and questions twice, because the first time compiles programs: `first_requests_per_second` is of that time. A row that
+stays occupied is an error.
 `--other` sends the same requests to another server with the same interface:
 
     --other "transformers serve --force-model DIR --port {port}"
@@ -52,7 +52,7 @@ _WORDS = ("the", "ship", "left", "harbor", "before", "dawn", "while", "rain", "f
 _TEMPLATE_TOKENS = 35  # of the chat template; each word is a token
 _DOCUMENTS, _DOCUMENT_WORDS = 4, 2000
 _WORKLOADS = ("mixed", "chat", "prompts", "questions", "texts", "bodies", "json")
-_MAX_DEPTH = 4  # of schemas
+_NUM_DEPTHS = 4  # of schemas: 0 to 3 levels below the object
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,9 +223,9 @@ def _chat(content: str) -> dict[str, Any]:
 def _send(port: int, request: dict[str, Any]) -> dict[str, Any]:
     """Returns the text of an answer, None if it was cancelled, how it ended, and its times."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=request["cancel_after"] or 3600)
-    text: str | None = ""
-    start, times = time.monotonic(), list[float]()
+    start, times, text = time.monotonic(), list[float](), ""
     reason: str | None = None
+    is_complete = True
     body = request["body"]
     with contextlib.closing(connection):
         try:
@@ -244,11 +244,11 @@ def _send(port: int, request: dict[str, Any]) -> dict[str, Any]:
                     reason = next((choice["finish_reason"] for choice in choices), reason)
                     if part:
                         times.append(time.monotonic())
-                    text = (text or "") + part
+                    text += part
         except TimeoutError:
-            text = None
+            is_complete = False
     return {
-        "text": text,
+        "text": text if is_complete else None,
         "reason": reason,
         "first": times[0] - start if times else None,
         "gaps": [end - begin for begin, end in itertools.pairwise(times)],
@@ -258,7 +258,7 @@ def _send(port: int, request: dict[str, Any]) -> dict[str, Any]:
 
 def _measure_json(options: Options, port: int, process: subprocess.Popen[bytes]) -> dict[str, Any]:
     """Returns how many answers are complete JSON of their schemas, with the schema as a constraint and without."""
-    schemas = [_schema(random.Random(f"{options.seed} {n}"), n % _MAX_DEPTH) for n in range(options.requests)]
+    schemas = [_schema(random.Random(f"{options.seed} {n}"), n % _NUM_DEPTHS) for n in range(options.requests)]
     values: dict[str, Any] = {}
     for name in ("constrained", "free"):
         requests = []

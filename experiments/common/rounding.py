@@ -1,4 +1,4 @@
-"""Answers of requests beside others, compared with the answers alone.
+"""Compares an answer of a batch with the answer to the same request alone.
 
 Products of more rows round differently, so that the token with the second largest logit may be chosen if it is near.
 """
@@ -15,7 +15,7 @@ NEAR = 0.05  # difference of two logits, of which rounding may choose either
 
 
 def answer_alone(cache: CachedModel, sampling: Sampling, **request: Any) -> list[Output]:
-    """Returns the outputs of a request in an engine of its own, with log-probabilities.
+    """Returns the outputs of a request that is alone in an engine, with log-probabilities.
 
     Args:
         cache: the model with its cache.

@@ -91,15 +91,14 @@ class Form:
             is_parallel: whether there may be several calls.
             answer_schema: schema of an answer without calls; None for any text.
         """
-        is_token = self.mark in {one.content for one in tokenizer.backend.get_added_tokens_decoder().values()}
+        mark, end = _terminal(self.mark, tokenizer), _terminal(self.end, tokenizer)
+        is_token = mark.startswith("<")
 
-        def written(rule: str, mark: str = "") -> str:
-            end = _terminal(self.end, tokenizer)
-            rule = rule.replace("MARK", mark, 1).replace("MARK", _terminal(self.mark, tokenizer))
-            return rule.replace("END", end).replace("MORE", str(_MAX_CALLS - 1))
+        def written(rule: str) -> str:
+            return rule.replace("MARK", mark).replace("END", end).replace("MORE", str(_MAX_CALLS - 1))
 
         calls = self.several if is_parallel else self.one
-        rules = [f"calls: {written(calls, _terminal(self.mark, tokenizer))}"]
+        rules = [f"calls: {written(calls)}"]
         text = "(?s:.*)" if self.bare is None else "[^{](?s:.*)"
         bare = "" if self.bare is None else f" | {written(self.bare) if is_parallel else 'call'}"
         if is_required:
@@ -114,7 +113,7 @@ class Form:
         else:  # a text ends with the mark, or has none: a grammar of texts cannot look ahead
             pattern = re.escape(self.mark)
             rules += [f"start: TEXT? | before after_mark{bare}", f"TEXT: /{text}/ & ~/(?s:.*){pattern}(?s:.*)/"]
-            rules += [f"before[lazy]: /({text})?{pattern}/", f"after_mark: {written(calls)}"]
+            rules += [f"before[lazy]: /({text})?{pattern}/", f"after_mark: {written(calls.replace('MARK', '', 1))}"]
         rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
         rules += [f"call_{index}: %json {json.dumps(self._schema(tool))}" for index, tool in enumerate(tools)]
         return "\n".join(rules)
@@ -153,11 +152,12 @@ class Form:
         ends = (start[:size] for start in self.starts for size in range(1, len(start)))
         return None, len(text) - max((len(end) for end in ends if text.endswith(end)), default=0)
 
-    def read(self, text: str) -> tuple[list[tuple[str, str]], int]:
+    def read(self, text: str, names: Collection[str]) -> tuple[list[tuple[str, str]], int]:
         """Reads calls.
 
         Args:
             text: text that starts with calls.
+            names: names of the tools; JSON without one of them is not a call.
 
         Returns:
             Name and arguments of the complete calls, and where they end.
@@ -167,9 +167,12 @@ class Form:
         while end < len(text):
             try:
                 call, place = json.JSONDecoder().raw_decode(text, end)
-                calls.append((str(call["name"]), json.dumps(call.get(self.arguments, {}), ensure_ascii=False)))
-            except (ValueError, LookupError, AttributeError, RecursionError):
+                name, arguments = call["name"], call.get(self.arguments, {})
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 break
+            if name not in names:
+                break
+            calls.append((name, json.dumps(arguments, ensure_ascii=False)))
             end = _length_between(text, place)
         return calls, end
 
@@ -236,15 +239,13 @@ class CallReader:
             is_finished: whether it is the last one.
 
         Returns:
-            The new text outside of calls, and the new calls. What turns out to be no call is text.
+            The new text outside of calls, and the new calls. In the end, a call that is not complete is text.
         """
         self._text += text
         start, end = self._form.find(self._text)
         new: list[ToolCall] = []
         if start is not None:
-            calls, length = self._form.read(self._text[start:])
-            if any(name not in self._names for name, _ in calls):  # JSON of another kind
-                calls = []
+            calls, length = self._form.read(self._text[start:], self._names)
             new = [ToolCall(_new_id(), *call) for call in calls[len(self.calls) :]]
             self.calls += new
             if is_finished:  # an incomplete call, or what follows the calls

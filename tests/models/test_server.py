@@ -569,7 +569,7 @@ def test_k12_the_page_shows_answers_as_text(server):
     assert not re.search(r"(src|href)=.?https?:|@import|url\(", page) and page.count("\n") <= 800
 
 
-# A browser of a few lines: reads a text, asks, continues an answer that was cut, and prints what the page shows.
+# A browser of a few lines: reads a text, asks, continues an answer that was cut, and prints the texts of the page.
 _RUN_PAGE = """
 const elements = {}, requests = [], original = fetch;
 const make = () => ({style: {}, classList: {add() {}, remove() {}, toggle() {}}, value: "", textContent: "",

@@ -322,7 +322,7 @@ class Engine:
         """Runs until all requests are finished, which may be added meanwhile.
 
         Args:
-            numbers: numbers of the prompts by request; by default those of the requests.
+            numbers: numbers of the prompts by request; by default the numbers of the requests.
 
         Yields:
             Completions as they finish.
@@ -558,7 +558,8 @@ class Engine:
         outputs = self._constrain()
         if not self._groups:
             return outputs
-        is_constrained = any(one.constraint is not None for one in self._sequences.values())
+        running = [number for group in self._groups for number in group.used.values()]
+        is_constrained = any(self._sequences[number].constraint is not None for number in running)
         steps = 1 if is_constrained else self._stream_interval or _BLOCK
         shapes = [group.shape for group in self._groups]
         num_steps = min(steps, *(group.steps_left for group in self._groups))
@@ -571,7 +572,7 @@ class Engine:
         return outputs
 
     def _constrain(self) -> list[Output]:
-        """Sets the tokens that rows with a constraint may choose; returns the outputs of those that cannot go on."""
+        """Sets the tokens that rows with a constraint may choose; returns outputs of rows whose parser failed."""
         outputs: list[Output] = []
         for group in [*self._groups]:
             allowed: dict[int, np.ndarray] = {}

@@ -19,7 +19,7 @@ from kvjax.distributed.sharding import shardings
 from kvjax_models.prefix import Prefix
 from kvjax_models.runner import decode
 from kvjax_models.runner.generator import Generator
-from kvjax_models.runner.sampling import SampledTokens
+from kvjax_models.runner.sampling import ANY_TOKEN, SampledTokens
 from kvjax_models.runner.state import GenerationState, compact_layers, constrain_state, count_faults
 from kvjax_models.sharding import replicate
 
@@ -161,7 +161,7 @@ class Group:
             tokens: tokens by row, a bit each.
         """
         before = self._state.sampling.allowed
-        allowed = np.full(before.shape, -1, np.int32)
+        allowed = np.full(before.shape, ANY_TOKEN, np.int32)
         for row, mask in tokens.items():
             allowed[row] = mask
         sampling = dataclasses.replace(self._state.sampling, allowed=jax.device_put(allowed, before.sharding))

@@ -97,7 +97,7 @@ class RunningSequence:
         sizes: the sizes that its row has in turn.
         level: which of them it has.
         answer: the new text.
-        constraint: what may follow it; None for any tokens.
+        constraint: the tokens that may follow it; None for any.
     """
 
     request: Request
@@ -145,7 +145,7 @@ class RequestChecks:
         return tuple(prefix.encode(cast(Prompt, prompt)))
 
     def constraint(self, sampling: Sampling) -> Constraint | None:
-        """Returns the constraint of an answer; see `constraint_of`."""
+        """Checks the tokens with a bias, and returns the constraint of an answer; see `constraint_of`."""
         vocab_size = self._model.config.vocab_size
         if sampling.logit_bias and (token := sampling.logit_bias[-1][0]) >= vocab_size:
             raise ValueError(f"logit_bias has token {token}; the model has tokens 0 to {vocab_size - 1}")

@@ -29,7 +29,7 @@ MIN_TEMPERATURE = 1e-30  # far above the smallest float32 numbers, which devices
 MAX_LOGPROBS = 20  # most likely tokens whose log-probabilities a request may ask for, as in OpenAI's interface
 _MAX_PENALTY = 2.0  # of presence and frequency, as in OpenAI's interface
 _MAX_BIAS, _MAX_BIASES = 100.0, 300  # of a token, and tokens with one, as in OpenAI's interface
-_ALL = -1  # a word of `RowSampling.allowed` with every bit
+ANY_TOKEN = -1  # a word of `RowSampling.allowed` with every bit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,11 +106,6 @@ class Sampling:
         # Hashable, because requests with equal parameters share the prefill of a prompt.
         object.__setattr__(self, "json_schema", _schema_text(self.json_schema))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-
-    @property
-    def is_constrained(self) -> bool:
-        """Whether the answer has a schema or a grammar."""
-        return self.json_schema is not None or self.grammar is not None
 
 
 def _schema_text(schema: Any) -> str | None:
@@ -218,7 +213,7 @@ def row_sampling(samplings: Sequence[Sampling], vocab_size: int, mesh: Mesh | No
         "logprobs": column("logprobs", -1, np.int32),
         "bias_tokens": bias_tokens,
         "biases": biases,
-        "allowed": np.full((len(samplings), num_words(vocab_size)), _ALL, np.int32),
+        "allowed": np.full((len(samplings), num_words(vocab_size)), ANY_TOKEN, np.int32),
     }
     return _without_tokens(columns, vocab_size, mesh)
 
@@ -287,9 +282,8 @@ def sample(logits: Float[Array, "B V"], keys: Key[Array, "B"], sampling: RowSamp
     penalizes = (
         (sampling.presence_penalty != 0) | (sampling.frequency_penalty != 0) | (sampling.repetition_penalty != 1)
     )
-    scores = jax.lax.cond(jnp.any(penalizes), _penalize, lambda logits, _: logits, logits, sampling)
-    scores = jax.lax.cond(jnp.any(sampling.biases != 0), _add_bias, lambda scores, _: scores, scores, sampling)
-    scores = jax.lax.cond(jnp.any(sampling.allowed != _ALL), _mask, lambda scores, _: scores, scores, sampling)
+    changes = jnp.any(penalizes) | jnp.any(sampling.biases != 0) | jnp.any(sampling.allowed != ANY_TOKEN)
+    scores = jax.lax.cond(changes, _change_logits, lambda logits, _: logits, logits, sampling)
     draws = sampling.temperature > 0
     token = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     token = jax.lax.cond(jnp.any(draws), lambda: jnp.where(draws, _draw(scores, keys, sampling), token), lambda: token)
@@ -314,14 +308,10 @@ def _penalize(logits: Float[Array, "B V"], sampling: RowSampling) -> Float[Array
     )
 
 
-def _add_bias(logits: Float[Array, "B V"], sampling: RowSampling) -> Float[Array, "B V"]:
-    return jax.vmap(lambda row, tokens, values: row.at[tokens].add(values))(
-        logits, sampling.bias_tokens, sampling.biases
-    )
-
-
-def _mask(logits: Float[Array, "B V"], sampling: RowSampling) -> Float[Array, "B V"]:
-    """Replaces the logits of tokens that are not allowed by -inf."""
+def _change_logits(logits: Float[Array, "B V"], sampling: RowSampling) -> Float[Array, "B V"]:
+    """Applies the penalties, adds the biases, and replaces the logits of tokens that are not allowed by -inf."""
+    rows = jnp.arange(len(logits))[:, None]
+    logits = _penalize(logits, sampling).at[rows, sampling.bias_tokens].add(sampling.biases)
     bits = (sampling.allowed[:, :, None] >> jnp.arange(32)) & 1
     return jnp.where(bits.reshape(len(logits), -1)[:, : logits.shape[1]] == 1, logits, -jnp.inf)
 

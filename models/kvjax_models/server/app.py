@@ -177,11 +177,11 @@ class _Handlers:
         """Returns a text that is sent as JSON, as text/plain, or as a file of a form."""
         data = await self._read_body(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        # The time to parse and to encode grows with the size of a body; streams and /health must not wait for it.
         if kind == "text/plain":
-            return schema.text_document(data, dict(request.query_params))
+            return await asyncio.to_thread(schema.text_document, data, dict(request.query_params))
         if kind == "multipart/form-data":
             return await _parse_form(request, data)
-        # The time to parse and to encode grows with the size of a body; streams and /health must not wait for it.
         return await asyncio.to_thread(schema.parse, schema.DocumentRequest, data)
 
     async def documents(self, request: Request) -> Response:
@@ -356,7 +356,7 @@ async def _parse_form(request: Request, data: bytes) -> schema.DocumentRequest:
     file = form.get("file")
     if not isinstance(file, UploadFile):
         raise RequestError("the form has no file in its field 'file'", param="file")
-    return schema.text_document(await file.read(), fields)
+    return await asyncio.to_thread(schema.text_document, await file.read(), fields)
 
 
 def _sampling(body: schema.ChatRequest | schema.CompletionRequest, llm: TokenizedModel) -> Sampling:

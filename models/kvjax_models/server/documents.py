@@ -64,7 +64,7 @@ class Documents:
         self._cache, self._settings, self._conversations = cache, settings, conversations
         self._row_bytes, self._warm_up = row_bytes, warm_up
         self._in_memory: collections.OrderedDict[str, Document] = collections.OrderedDict()  # oldest use first
-        # Time of the last use of every document, in seconds since 1970, which is that of its directory.
+        # Time of the last use of every document, in seconds since 1970; its directory has the same time.
         self._used: dict[str, float] = {}
         self._lock: filelock.BaseFileLock | None = None
         self._directory = None if settings.documents_dir is None else pathlib.Path(settings.documents_dir)
@@ -165,8 +165,8 @@ class Documents:
     def describe_all(self) -> list[dict[str, Any]]:
         """Returns the documents, the ones that were used last first, without reading any from the directory.
 
-        `used` is the time in seconds since 1970, and `bytes` those that the document takes in memory, or in the
-        directory if it is only there.
+        `used` is the time in seconds since 1970, and `bytes` is the size in memory, or in the directory if the document
+        is only there.
         """
         described = []
         for name in sorted(self._used, key=self._used.__getitem__, reverse=True):
@@ -263,7 +263,6 @@ class Documents:
                 if (path := self._path(one)) is not None:
                     self._save(document, path)
                 self._insert(one, document)
-                self._used[one] = time.time()
         except RequestError:
             for one in names:
                 with contextlib.suppress(RequestError):
@@ -322,7 +321,7 @@ class Documents:
 
     def _insert(self, name: str, document: Document) -> None:
         """Holds a document in memory; the ones used least recently are in the directory only."""
-        self._in_memory[name] = document
+        self._in_memory[name], self._used[name] = document, time.time()
         self.make_room(self._row_bytes())
         self._conversations.trim()
 
@@ -334,11 +333,10 @@ class Documents:
             self._check_directory()
             os.rename(partial, path)
             atomic_io.fsync(path.parent)
-        except RequestError:
+        except Exception as error:  # also of orbax, for a full disk
             shutil.rmtree(partial, ignore_errors=True)
-            raise
-        except Exception as error:  # a full disk, and what orbax makes of it
-            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, RequestError):
+                raise
             logger.exception("document %s cannot be saved", path.name)
             raise RequestError("the document could not be saved; the server's log has the reason", 507) from error
 

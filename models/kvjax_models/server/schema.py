@@ -219,7 +219,7 @@ class _Generation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return {"type": "object"} if isinstance(self.response_format, ObjectFormat) else None
 
     def sampling(self, tokenizer: Tokenizer) -> Sampling:
-        """Returns the sampling parameters; invalid ones raise a ValueError."""
+        """Returns the sampling parameters for a model with a `tokenizer`; invalid ones raise a ValueError."""
         if wrong := next((one for one in self.logit_bias if not one.isdecimal()), None):
             raise RequestError(f"logit_bias has the key {wrong[:100]!r}; keys are token ids", param="logit_bias")
         return Sampling(
@@ -420,10 +420,10 @@ def text_document(data: bytes, fields: dict[str, str]) -> DocumentRequest:
         RequestError: if it is not a text, or a field is not known.
     """
     try:
-        text = data.decode("utf-8-sig")
+        text: str | None = data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        text = "\0"
-    if "\0" in text:
+        text = None
+    if text is None or "\0" in text:
         raise RequestError(
             "the file is not a text in UTF-8; other formats, such as PDF, must be converted", param="file"
         )
