@@ -83,6 +83,14 @@ def test_answers_follow_a_schema_whatever_other_rows_do(llm):
         assert len(value["sizes"]) <= 2 and all(0 <= one <= 99 for one in value["sizes"])
 
 
+def test_a_request_that_waits_does_not_shorten_the_steps_of_others(llm):
+    engine = llm.cache().engine(rows=1, stream_interval=4)
+    engine.add("A text", max_new_tokens=8)
+    engine.add("A text", sampling=Sampling(json_schema=SCHEMA), max_new_tokens=8)
+    sizes = [len(output.tokens) for output in engine.run()]
+    assert sizes == [4, 4, *[1] * 8]
+
+
 def test_a_schema_compiles_no_program(llm):
     cache = llm.cache()
     cache.generate("A text", max_new_tokens=40)

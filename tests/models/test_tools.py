@@ -125,6 +125,13 @@ def test_texts_without_calls_stay(template, text):
         assert read(template, pieces) == (text, [])
 
 
+def test_calls_end_where_json_of_another_kind_follows():
+    other = NOW.replace("now", "other")
+    assert read(HERMES, [*(ONE[HERMES] + other)]) == ('{"name": "other", "arguments": {}}\n</tool_call>', [
+        ("add", {"a": 3, "b": 2})
+    ])  # fmt: skip
+
+
 @EACH
 def test_a_call_that_is_cut_is_text(template):
     assert read(template, [ONE[template][:-20]]) == (ONE[template][:-20], [])
