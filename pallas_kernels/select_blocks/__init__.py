@@ -9,11 +9,9 @@ from pallas_kernels.select_blocks import mosaic_tpu, oracle, xla
 from pallas_kernels.select_blocks.oracle import Limits as Limits
 from pallas_kernels.select_blocks.oracle import SelectedBlocks as SelectedBlocks
 
-MAX_COMPARED = 2048  # clusters that accelerators compare pairwise faster than they sort them
 
-
-def _are_few(scores: Float[Array, "C"], *_arrays: Array, limits: Limits) -> bool:
-    return 0 < len(scores) <= MAX_COMPARED
+def _are_any(scores: Float[Array, "C"], *_arrays: Array, limits: Limits) -> bool:
+    return 0 < min(len(scores), limits.max_blocks)
 
 
 def _are_most(scores: Float[Array, "C"], *_arrays: Array, limits: Limits) -> bool:
@@ -23,7 +21,7 @@ def _are_most(scores: Float[Array, "C"], *_arrays: Array, limits: Limits) -> boo
 
 IMPLEMENTATIONS = (
     Implementation("mosaic_tpu", mosaic_tpu.select_blocks, ("tpu",), mosaic_tpu.check),
-    Implementation("xla_compare", xla.select_by_comparing, ("tpu", "cuda"), is_preferred=_are_few),
+    Implementation("xla_sort_tuples", xla.select_by_sorting_tuples, ("cuda",), is_preferred=_are_any),
     Implementation("xla_bisect", xla.select_by_bisection, ("cpu",), is_preferred=_are_most),
     Implementation("xla_sort", xla.select_by_sorting),
     Implementation("oracle", oracle.select_blocks),

@@ -48,7 +48,7 @@ class Shape(benchmarking.Shape):
     def forms(self) -> Mapping[str, benchmarking.Form]:
         """Returns the default form and the forms of XLA for accelerators and for any device."""
         arguments = self.random_arguments()
-        names = {"kvjax": None, "xla": "xla_sort", "xla, comparing": "xla_compare"}
+        names = {"kvjax": None, "xla": "xla_sort", "xla, sorting tuples": "xla_sort_tuples"}
         return {form: benchmarking.Form(self.function(implementation=name), arguments) for form, name in names.items()}
 
 

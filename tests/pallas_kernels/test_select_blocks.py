@@ -14,7 +14,7 @@ from tests.pallas_kernels import helpers
 
 BLOCK_SIZE = 4
 FORMS = {
-    **{name: {"implementation": name} for name in ("oracle", "xla_sort", "xla_bisect", "xla_compare")},
+    **{name: {"implementation": name} for name in ("oracle", "xla_sort", "xla_bisect", "xla_sort_tuples")},
     "mosaic_tpu": {"implementation": "mosaic_tpu", "interpret": True},
     "mosaic_tpu_checked": {"implementation": "mosaic_tpu", "interpret": helpers.CHECKED},
 }
@@ -48,7 +48,7 @@ def select_by_loops(scores, sizes, first_blocks, tokens, blocks, block_size):
 def compare(scores, sizes, tokens, blocks, block_size=BLOCK_SIZE, forms=QUICK):
     first_blocks = lay_out(sizes, block_size)
     read, selected = select_by_loops(np.float32(scores), sizes, first_blocks, tokens, blocks, block_size)
-    for form in forms if blocks else ("oracle", "xla_sort", "xla_compare"):
+    for form in forms if blocks else ("oracle", "xla_sort", "xla_sort_tuples"):
         arrays = np.float32(scores), np.int32(sizes), np.int32(first_blocks)
         actual = jax.tree.map(np.asarray, select(*arrays, tokens, blocks, form, block_size))
         is_used = actual.block_lengths > 0
@@ -108,7 +108,7 @@ def test_adversarial_clusters(score, size, tokens, expected):
     assert compare(score, size, tokens, blocks=40) == expected
 
 
-@pytest.mark.parametrize("form", ["oracle", "xla_bisect", "xla_compare", "mosaic_tpu"])
+@pytest.mark.parametrize("form", ["oracle", "xla_bisect", "xla_sort_tuples", "mosaic_tpu"])
 def test_nan_scores_come_last_and_zeros_are_equal(form):
     actual = select(np.float32([np.nan, -0.0, 0.0]), np.int32([4, 4, 4]), np.int32([0, 1, 2]), 6, 3, form)
     np.testing.assert_array_equal(actual.selected_tokens, [0, 4, 2])
