@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from kvjax.budget import LARGE_BUDGET, Budget, fit_bytes, fit_share
+from kvjax.budget import LARGE_BUDGET, Budget, fit_bytes, fit_share, staging_tokens
 from kvjax.combinators.ada_kv import AdaKV
 from kvjax.combinators.by_layer import FirstLayers
 from kvjax.combinators.head_budgets import HeadBudgets, Shares, load_shares
@@ -277,6 +277,9 @@ def fit_policy(
     """
     if isinstance(policy, Policy):
         return policy
+    if isinstance(policy, PolicyChoice) and issubclass(policy.policy_class, TopKPolicy) and budget is not None:
+        if budget.slots is None:
+            policy = policy.with_settings(compact_every=staging_tokens(budget.share(spec, tokens) * tokens))
     make = policy.make if isinstance(policy, PolicyChoice) else policy
     if budget is None:
         return make()

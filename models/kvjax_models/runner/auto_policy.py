@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from absl import logging
 
 import kvjax
-from kvjax.budget import Budget, format_bytes, row_bytes
+from kvjax.budget import MAX_STAGING_TOKENS, Budget, format_bytes, row_bytes, staging_tokens
 from kvjax.combinators.head_budgets import Shares
 from kvjax.messages import shorten, unknown_policy
 from kvjax.policy import Policy, setting_types
@@ -48,10 +48,8 @@ KVFormat = KVDtype | tuple[KVDtype, KVDtype] | None
 _AUTO_FORMATS: tuple[tuple[float, KVFormat], ...] = ((0.2, "int8"), (0.05, "int4"), (0.0, ("int4", "int2")))
 # Where no head keeps every token, a lost token costs more than bits. Measured on Gemma 3 270M.
 _FORMATS_WITH_FEW_HEADS = ((0.5, "int8"), *_AUTO_FORMATS[1:])
-# The staging buffer is not quantized: 16 tokens, or 8 if 16 exceed the first fraction of the budget, or more within the
-# second one, because compacting all layers takes as long as several decode steps on a GPU.
-_LARGEST_STAGING, _SMALL_STAGING = 0.07, 0.01
-_MAX_STAGING = 128  # tokens in the staging buffer of any policy by default
+# Largest fraction of the budget that 16 staged tokens, which are not quantized, may take; otherwise 8 are staged.
+_LARGEST_STAGING = 0.07
 # Newest tokens that KVzap keeps, as a fraction of the kept tokens, and at most. More of them predict books better (.016
 # nats per token over the full cache with 16, .007 with 128, at 25% of 2,048 tokens); short texts have others to keep.
 _RECENT_SHARE, _MAX_RECENT = 1 / 8, 128
@@ -246,8 +244,7 @@ def resolve_auto(
 
 def _staging_tokens(budget: float) -> int:
     """Returns the tokens of the staging buffer for a budget of the bytes of some tokens in bfloat16."""
-    smallest = 16 if _LARGEST_STAGING * budget >= 16 else 8
-    return max([smallest, *(size for size in (32, 64, _MAX_STAGING) if size <= _SMALL_STAGING * budget)])
+    return staging_tokens(budget) if _LARGEST_STAGING * budget >= 16 else 8
 
 
 def _is_retrieval(policy: PolicyValue) -> bool:
@@ -287,7 +284,7 @@ def resolve_windows(budget: Budget | None, specs: Sequence[CacheSpec]) -> Budget
     windows = [spec for spec in specs if spec.window is not None]
     if budget is None or budget.bytes is None or not windows or len(windows) == len(specs):
         return budget
-    held = sum(row_bytes(kvjax.Exact(compact_every=_MAX_STAGING), spec) for spec in windows)
+    held = sum(row_bytes(kvjax.Exact(compact_every=MAX_STAGING_TOKENS), spec) for spec in windows)
     if held >= budget.bytes:
         raise ValueError(
             f"budget={budget} is less than the {format_bytes(held)} that {len(windows)} layers with a sliding window "
