@@ -26,6 +26,7 @@ class Implementation(NamedTuple):
         config: The class of its configuration, whose defaults apply unless the caller passes an instance.
         is_preferred: Takes the arguments, and returns whether this implementation is faster than the next ones for
             them. None if it always is. It does not matter if the implementation is requested.
+        is_kernel: Whether `compute` and `check` take `interpret`, as Pallas kernels do.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Implementation(NamedTuple):
     check: Callable[..., None] | None = None
     config: type | None = None
     is_preferred: Callable[..., bool] | None = None
+    is_kernel: bool = False
 
     def options(self, config: Any, interpret: Any, static: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the keyword arguments of `compute` and `check`.
@@ -43,7 +45,7 @@ class Implementation(NamedTuple):
             interpret: Passed to Pallas kernels.
         """
         options = dict(static)
-        if self.name.startswith("mosaic"):
+        if self.is_kernel:
             options["interpret"] = interpret
         if self.config is not None:
             options["config"] = config if isinstance(config, self.config) else self.config()

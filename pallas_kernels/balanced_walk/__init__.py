@@ -15,8 +15,8 @@ from pallas_kernels.balanced_walk.xla import kernel_matrix as kernel_matrix
 from pallas_kernels.dispatch import Implementation, dispatch
 
 IMPLEMENTATIONS = (
-    Implementation("mosaic_tpu", mosaic_tpu.assign_signs, ("tpu",), mosaic_tpu.check, TpuConfig),
-    Implementation("mosaic_gpu", mosaic_gpu.assign_signs, ("cuda",), mosaic_gpu.check),
+    Implementation("mosaic_tpu", mosaic_tpu.assign_signs, ("tpu",), mosaic_tpu.check, TpuConfig, is_kernel=True),
+    Implementation("mosaic_gpu", mosaic_gpu.assign_signs, ("cuda",), mosaic_gpu.check, is_kernel=True),
     Implementation("xla", xla.assign_signs),
     Implementation("oracle", oracle.assign_signs),
 )

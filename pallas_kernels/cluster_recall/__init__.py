@@ -32,8 +32,8 @@ def _has_no_halves(inputs: Inputs) -> bool:
 _ROWS, _COLUMNS = (functools.partial(xla.attend_in_chunks, one) for one in (xla.attend_to_rows, xla.attend_to_columns))
 
 IMPLEMENTATIONS = (
-    Implementation("mosaic_tpu", mosaic_tpu.cluster_recall, ("tpu",), mosaic_tpu.check, TpuConfig),
-    Implementation("mosaic_gpu", mosaic_gpu.cluster_recall, ("cuda",), mosaic_gpu.check, GpuConfig),
+    Implementation("mosaic_tpu", mosaic_tpu.cluster_recall, ("tpu",), mosaic_tpu.check, TpuConfig, is_kernel=True),
+    Implementation("mosaic_gpu", mosaic_gpu.cluster_recall, ("cuda",), mosaic_gpu.check, GpuConfig, is_kernel=True),
     Implementation("xla_row_chunks", _ROWS, ("cpu",), xla.check_rows, is_preferred=_is_plain),
     Implementation("xla_chunks", _COLUMNS, ("cpu",), is_preferred=_has_no_halves),
     Implementation("xla_gather", xla.attend_to_columns),

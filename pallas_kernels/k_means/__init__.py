@@ -13,8 +13,8 @@ from pallas_kernels.k_means.xla import XlaConfig as XlaConfig
 from pallas_kernels.k_means.xla import cluster_sums as cluster_sums
 
 IMPLEMENTATIONS = (
-    Implementation("mosaic_tpu", mosaic_tpu.k_means, ("tpu",), mosaic_tpu.check, TpuConfig),
-    Implementation("mosaic_gpu", mosaic_gpu.k_means, ("cuda",), mosaic_gpu.check),
+    Implementation("mosaic_tpu", mosaic_tpu.k_means, ("tpu",), mosaic_tpu.check, TpuConfig, is_kernel=True),
+    Implementation("mosaic_gpu", mosaic_gpu.k_means, ("cuda",), mosaic_gpu.check, is_kernel=True),
     Implementation("xla", xla.k_means, config=XlaConfig),
     Implementation("oracle", oracle.k_means),
 )

@@ -20,7 +20,7 @@ def _are_most(scores: Float[Array, "C"], *_arrays: Array, limits: Limits) -> boo
 
 
 IMPLEMENTATIONS = (
-    Implementation("mosaic_tpu", mosaic_tpu.select_blocks, ("tpu",), mosaic_tpu.check),
+    Implementation("mosaic_tpu", mosaic_tpu.select_blocks, ("tpu",), mosaic_tpu.check, is_kernel=True),
     Implementation("xla_sort_tuples", xla.select_by_sorting_tuples, ("cuda",), is_preferred=_are_any),
     Implementation("xla_bisect", xla.select_by_bisection, ("cpu",), is_preferred=_are_most),
     Implementation("xla_sort", xla.select_by_sorting),

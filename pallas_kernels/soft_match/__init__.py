@@ -11,8 +11,8 @@ from pallas_kernels.soft_match.mosaic_tpu import TpuConfig as TpuConfig
 from pallas_kernels.soft_match.oracle import Partners as Partners
 
 IMPLEMENTATIONS = (
-    Implementation("mosaic_tpu", mosaic_tpu.soft_match, ("tpu",), mosaic_tpu.check, TpuConfig),
-    Implementation("mosaic_gpu", mosaic_gpu.soft_match, ("cuda",), mosaic_gpu.check),
+    Implementation("mosaic_tpu", mosaic_tpu.soft_match, ("tpu",), mosaic_tpu.check, TpuConfig, is_kernel=True),
+    Implementation("mosaic_gpu", mosaic_gpu.soft_match, ("cuda",), mosaic_gpu.check, is_kernel=True),
     Implementation("xla", xla.soft_match),
     Implementation("oracle", oracle.soft_match),
 )

@@ -29,8 +29,8 @@ def _part_by_part(attend: Callable[..., Partials], parts: Sequence[tuple[Any, ..
 _TPU, _XLA, _ORACLE = (functools.partial(_part_by_part, one.weighted_decode) for one in (mosaic_tpu, xla, oracle))
 
 IMPLEMENTATIONS = (
-    Implementation("mosaic_tpu", _TPU, ("tpu",), mosaic_tpu.check, TpuConfig),
-    Implementation("mosaic_gpu", mosaic_gpu.weighted_decode, ("cuda",), mosaic_gpu.check, GpuConfig),
+    Implementation("mosaic_tpu", _TPU, ("tpu",), mosaic_tpu.check, TpuConfig, is_kernel=True),
+    Implementation("mosaic_gpu", mosaic_gpu.weighted_decode, ("cuda",), mosaic_gpu.check, GpuConfig, is_kernel=True),
     Implementation("xla", _XLA),
     Implementation("oracle", _ORACLE),
 )

@@ -96,7 +96,7 @@ def run_list(requested, accepts=True, prefers=True):
             raise NotImplementedError("x is a vector")
 
     implementations = (
-        dispatch.Implementation("mosaic_tpu", lambda x, interpret: x + 1, ("tpu",), check),
+        dispatch.Implementation("mosaic_tpu", lambda x, interpret: x + 1, ("tpu",), check, is_kernel=True),
         dispatch.Implementation("xla_fast", lambda x: x + 2, ("cpu",), is_preferred=lambda x: prefers),
         dispatch.Implementation("xla_any", lambda x: x + 3),
         dispatch.Implementation("oracle", lambda x: x + 4),
