@@ -194,7 +194,6 @@ def prefill(
     It returns no attention output: the model computes the attention of the prompt itself, without the cache.
 
     Args:
-        cache: an empty cache.
         keys: keys of the prompt, left-aligned: row b's tokens are `keys[b, :lengths[b]]`.
         values: values of the prompt, left-aligned.
         lengths: number of tokens of each row.

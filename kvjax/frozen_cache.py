@@ -67,7 +67,6 @@ def attend_frozen(
     Args:
         cache: D prefixes.
         query: queries, scaled as `attention` expects them.
-        tokens_after: as for `frozen_segments`, by row.
 
     Returns:
         The partial softmax, by token, and the segments.

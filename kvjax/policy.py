@@ -259,7 +259,6 @@ class Policy(abc.ABC, Generic[S]):
         """Compresses an entire prompt into an empty state.
 
         Args:
-            state: an empty state.
             prompt: the prompt, with the inputs that `requires` names.
 
         Returns:
@@ -316,7 +315,6 @@ class Policy(abc.ABC, Generic[S]):
         """Returns an array that the prefill of the next layer receives as `prompt.layer_carry`.
 
         Args:
-            state: the empty state.
             prompt: the prompt, with the previous layer's carry.
 
         Returns:

@@ -277,14 +277,13 @@ def fit_policy(
     """
     if isinstance(policy, Policy):
         return policy
-    if isinstance(policy, PolicyChoice) and issubclass(policy.policy_class, TopKPolicy) and budget is not None:
-        if budget.slots is None:
-            policy = policy.with_settings(compact_every=staging_tokens(budget.share(spec, tokens) * tokens))
     make = policy.make if isinstance(policy, PolicyChoice) else policy
     if budget is None:
         return make()
     if budget.slots is not None:
         return make(budget.slots)
+    if isinstance(policy, PolicyChoice) and issubclass(policy.policy_class, TopKPolicy):
+        make = policy.with_settings(compact_every=staging_tokens(budget.share(spec, tokens) * tokens)).make
     try:
         limit = budget.limit(spec, tokens)
         if allow_smallest and budget.fraction is not None:

@@ -11,7 +11,6 @@ def min_and_argmin(x: Float[Array, "..."], axis: int = -1) -> tuple[Float[Array,
 
     Args:
         x: Any array of at least one element along `axis`.
-        axis: The axis to reduce.
 
     Returns:
         The minima and their int32 indices. The index is 0 where all elements are infinite.

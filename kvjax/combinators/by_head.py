@@ -104,7 +104,6 @@ class ByHead(CombinedPolicies[ByHeadState]):
         """Compresses each policy's heads of a prompt.
 
         Args:
-            state: empty states.
             prompt: the prompt with the inputs that any of the policies requires.
 
         Returns:

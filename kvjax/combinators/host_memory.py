@@ -102,9 +102,6 @@ class HostMemory(CombinedPolicies[HostMemoryState]):
     def prefill(self, state: HostMemoryState, prompt: Prompt) -> HostMemoryState:
         """Compresses a prompt on the device, then moves the block stores to host memory.
 
-        Args:
-            state: an empty state.
-
         Returns:
             The state.
         """
@@ -148,7 +145,6 @@ class HostMemory(CombinedPolicies[HostMemoryState]):
         """Returns the policy's array for the next layer.
 
         Args:
-            state: the empty state.
             prompt: the prompt, with the previous layer's carry.
 
         Returns:

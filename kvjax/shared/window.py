@@ -76,7 +76,6 @@ def fill(window: Window, prompt: Any) -> Window:
     """Takes a prompt's first and last tokens into an empty window; selected slots do not change.
 
     Args:
-        window: an empty window.
         prompt: a `kvjax.policy.Prompt`.
 
     Returns:

@@ -43,7 +43,6 @@ def lock_directory(directory: pathlib.Path, name: str = LOCK) -> filelock.BaseFi
     The directory is created if it does not exist. A process may acquire the same lock several times.
 
     Args:
-        directory: directory to write to.
         name: name of the lock file in it.
 
     Returns:

@@ -159,14 +159,11 @@ class CachedModel(CachePlans):
     ) -> Iterator[str]:
         """Continues a text or answers a conversation, and yields the new text during generation.
 
+        Arguments that are not listed are those of `generate`.
+
         Args:
             prompt: a text, or a list of messages.
-            max_new_tokens: as for `generate`.
-            stop: as for `generate`.
-            seed: as for `generate`.
             stream_interval: tokens per yield; larger intervals are faster.
-            template_options: as for `generate`.
-            **sampling: as for `generate`.
 
         Yields:
             Parts of the new text, in order; joined they are the entire new text.
@@ -193,17 +190,14 @@ class CachedModel(CachePlans):
         """Continues any number of texts or conversations by continuous batching (see `kvjax_models.engine`).
 
         A finished sequence frees its row for the next prompt. Prompts are read from the iterable when a row is free.
+        Arguments that are not listed are those of `generate`.
 
         Args:
             prompts: texts, or lists of messages.
             batch_size: maximum number of batch rows, or bytes for the caches of all rows ("2GiB").
-            max_new_tokens: as for `generate`.
-            stop: as for `generate`.
             seed: seed of the first prompt; prompt n has seed + n, modulo 2**32. A completion does not depend on the
                 other prompts of the batch: `generate` returns the same text for the prompt and its seed.
             max_prefill_tokens: see `Engine`; a small number reduces the latency of running sequences.
-            template_options: as for `generate`.
-            **sampling: as for `generate`.
 
         Yields:
             Completions in the order of the prompts.
@@ -251,13 +245,13 @@ class CachedModel(CachePlans):
     ) -> Engine:
         """Returns an engine, to which requests can be added while others run: prompts, and questions to documents.
 
+        Arguments that are not listed are those of `Engine`.
+
         Args:
-            rows: maximum number of rows in use; see `Engine`.
+            rows: maximum number of rows in use.
             max_bytes: maximum bytes of all rows' caches ("2GiB"); a request waits until its row fits.
             streaming: whether prompts are compressed while they are processed, in memory independent of their length;
                 see `Plan`.
-            max_prefill_tokens: see `Engine`.
-            stream_interval: see `Engine`.
 
         Returns:
             The engine.
@@ -295,7 +289,6 @@ class CachedModel(CachePlans):
             chat: whether the text is the start of a user's message, in the model's chat template, so that
                 `Document.ask` can continue it; by default if the model has a template. Not for token ids.
             seed: seed of the policy's random numbers.
-            template_options: as for `generate`.
             streaming: whether the text is compressed while it is processed, in memory independent of its length; see
                 `Generator`.
 
@@ -408,8 +401,6 @@ def read_together(caches: Sequence[CachedModel], text: Prompt | Sequence[int], *
     """Compresses a text with several caches of one model, which computes the text once.
 
     Args:
-        caches: the caches.
-        text: as for `CachedModel.read`.
         **options: further arguments of `read_steps`.
 
     Returns:
@@ -434,11 +425,9 @@ def read_steps(
     """Compresses a text like `read_together` in steps, between which the caller can do other work.
 
     Args:
-        caches: the caches.
         text: this and the other arguments as for `CachedModel.read`. With `streaming`, the model computes the text once
             per cache.
         max_new_tokens: capacity for each question and its answer.
-        max_text_tokens: capacity for the text.
         chat: whether the text is the start of a user's message.
         seed: seed of the policy's random numbers.
         template_options: variables of the chat template.

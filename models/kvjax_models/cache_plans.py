@@ -188,7 +188,6 @@ class CachePlans:
             max_text_tokens: maximum length of the text; similar ones share compiled programs. A budget's share is of
                 this length, rounded down by at most 1/32 (or 15 tokens), so that they often share slots, too.
             max_new_tokens: capacity of its suffixes.
-            streaming: as for `read`.
 
         Returns:
             A generator with one row and no capacity after the text.
@@ -246,7 +245,6 @@ class CachePlans:
                 see `Plan`.
             budget_tokens: sequence length whose full cache a budget's share refers to; by default the sum of
                 `max_prompt_tokens` and `max_new_tokens`.
-            context_tokens: see `Plan`.
 
         Returns:
             The plan.
@@ -291,7 +289,6 @@ def _similar_answers(prompts: range, max_new_tokens: int) -> range:
     """Returns the lengths of answers whose rows have one size, so that they share programs.
 
     Args:
-        prompts: lengths of the prompts.
         max_new_tokens: length of an answer.
 
     Returns:

@@ -62,7 +62,6 @@ def find_citations(
     """Returns the parts of a text with the largest weights, largest first.
 
     Args:
-        text: the text.
         spans: start and end of the characters of every token; equal for tokens that are not part of the text.
         attention: attention of every head to every token; see `attention_to_text`.
         count: maximum number of citations.
@@ -95,7 +94,6 @@ def token_spans(
     """Finds the characters of tokens in the contents of a conversation, joined by `SEPARATOR`.
 
     Args:
-        tokenizer: the tokenizer.
         tokens: token ids of the conversation.
         rendered: the conversation in the chat template, in which special tokens may have marks; see `Tokenizer.escape`.
         contents: contents of its messages, without marks.
@@ -134,7 +132,6 @@ def cited_heads(prefix: Prefix, profile: Profile | None) -> list[tuple[int, int]
     """Returns (layer, KV head) of the retrieving heads that keep every token.
 
     Args:
-        prefix: a shared prefix.
         profile: profile of the model; without one, all heads that keep every token are returned.
 
     Raises:
@@ -174,7 +171,6 @@ def attention_to_text(
     """Processes tokens after a prefix, and returns the largest attention of their queries to each of its tokens.
 
     Args:
-        prefix: a shared prefix.
         suffix: sizes and policies of the tokens, with one row.
         tokens: token ids of question and answer.
         first_query: index of the first token whose query counts.
@@ -241,13 +237,10 @@ def _block_attention(
 
     Args:
         flat: the layer, as `split_model` returns it.
-        rotary: its rotary embedding.
         cache: its cache after the step of the block.
-        counters: counters of the cache.
         x: residual stream before the layer.
         positions: number of tokens before the block.
         is_query: whether a query counts.
-        entries: entries of the prefix.
     """
     layer: DecoderLayer = flat.module
     query = layer.project_queries(x, *rotation(rotary, positions[:, None] + jnp.arange(x.shape[1])))

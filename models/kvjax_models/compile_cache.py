@@ -49,9 +49,6 @@ def _limit_size(directory: pathlib.Path) -> None:
     """Removes the programs that were used longest ago, beyond the maximum size.
 
     JAX's own limit reads the times of all programs before each one that it writes, .1 to .3 s for 4,000 of them.
-
-    Args:
-        directory: the directory of the programs.
     """
     files = [(path, path.stat()) for path in directory.glob("*-cache")]
     total = sum(stat.st_size for _, stat in files)

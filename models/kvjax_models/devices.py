@@ -84,7 +84,6 @@ def check_agreement(name: str, text: str) -> None:
 
     Args:
         name: name of the text in the error message.
-        text: the text of this process.
 
     Raises:
         ValueError: if the texts differ.

@@ -201,15 +201,10 @@ class Document:
     ) -> Answers:
         """Continues the text with further text and new tokens, without a chat template.
 
+        Arguments that are not listed are those of `ask`.
+
         Args:
             text: text that follows the document, or a list of alternatives; "" for none.
-            max_new_tokens: as for `ask`.
-            stop: as for `ask`.
-            seed: as for `ask`.
-            n: as for `ask`.
-            cite: as for `ask`.
-            return_details: as for `ask`.
-            **sampling: as for `ask`.
 
         Returns:
             The new text, or a list with one per alternative, as for `ask`.
@@ -246,13 +241,10 @@ class Document:
     ) -> Iterator[str]:
         """Answers a question, or continues a plain text, and yields the new text during generation.
 
+        Arguments that are not listed are those of `ask`, or of `generate` for a plain text.
+
         Args:
-            question: as for `ask`; for a plain text, as for `generate`.
-            max_new_tokens: as for `ask`.
-            stop: as for `ask`.
-            seed: as for `ask`.
             stream_interval: tokens per yield; larger intervals are faster.
-            **sampling: as for `ask`.
 
         Yields:
             Parts of the answer, in order.
@@ -273,10 +265,10 @@ class Document:
     ) -> list[int]:
         """Returns the tokens that follow the text: the question in the chat template, and the start of the answer.
 
+        Arguments that are not listed are those of `ask`.
+
         Args:
             question: a text, or messages.
-            separator: as for `ask`.
-            answer_start: as for `ask`.
             template_options: variables of the chat template, in addition to those the text was read with; they must
                 not change how it renders the text.
 

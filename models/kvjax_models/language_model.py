@@ -64,12 +64,7 @@ class LanguageModel(TokenizedModel):
     ) -> CachedModel:
         """Returns the model with options of its KV cache, which generates text and reads documents.
 
-        Args:
-            policy: see `CachedModel`, as for all arguments.
-            budget: size of the cache.
-            kv_dtype: quantization format.
-            heads: budgets of the KV heads.
-            allow_beyond_context: whether sequences may exceed the model's context length.
+        The arguments are those of `CachedModel`.
 
         Returns:
             The model with a cache.
@@ -136,8 +131,6 @@ class LanguageModel(TokenizedModel):
         """Continues texts or answers conversations in one call: `cache(policy, budget).generate(prompt)`.
 
         Args:
-            prompt: see `CachedModel.generate`.
-            policy: see `CachedModel`, as for the options of `cache`.
             budget: size of the cache.
             kv_dtype: quantization format.
             heads: budgets of the KV heads.
@@ -152,9 +145,6 @@ class LanguageModel(TokenizedModel):
 
     def open(self, directory: str | os.PathLike) -> Document:
         """Restores a document from `Document.save`, with its policy, budget and format.
-
-        Args:
-            directory: directory of the save.
 
         Returns:
             The document.

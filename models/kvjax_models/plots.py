@@ -27,7 +27,6 @@ def plot_kept(
         kept: shares of slots, as `Document.kept` returns.
         heads: heads to mark at the left edge, as pairs (layer, KV head), such as the most retrieving ones,
             `llm.profile().ranked_heads()[:13]`.
-        title: title of the figure.
 
     Returns:
         The figure, which notebooks display; `figure.savefig` writes it to a file.

@@ -112,7 +112,6 @@ class Prefix:
         Args:
             generator: sizes and policies of the suffixes.
             seed: seed of sampling and of the suffixes' policy, as for `Generator.init_state`.
-            sampling: parameters of sampling.
         """
         return self._with_tokens(generator, generator.init_state(seed, sampling))
 
@@ -121,7 +120,6 @@ class Prefix:
 
         Args:
             generator: sizes and policies of the row; those of the prefix, or of a full cache of another size.
-            seed: seed of sampling.
             sampling: parameters of sampling; all tokens of the prefix count as tokens of the prompt.
         """
         lengths = replicate(np.array([len(self.tokens)], np.int32), generator.mesh)
@@ -237,7 +235,6 @@ def open_save(directory: str | os.PathLike, manifest: Mapping[str, Any]) -> Save
     """Opens the save of a prefix.
 
     Args:
-        directory: directory of the save.
         manifest: values that must be equal.
 
     Returns:

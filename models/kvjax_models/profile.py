@@ -146,7 +146,6 @@ class LayerSample:
         """Copies the arrays to the host.
 
         Args:
-            scores: scores of all tokens.
             x: normalized residual stream [T, W].
             queries: queries before the rotary embedding [T, H_q, D].
             moments: second moments of the rotated queries [H_kv, D, D].
@@ -212,7 +211,6 @@ def measure(
 
     Args:
         model: the decoder.
-        tokenizer: its tokenizer.
         texts: texts, which are cut into parts of 1,024 tokens; `calibration_texts()` by default.
         max_texts: maximum number of parts; with several texts, their parts take turns.
         progress: a function that is called after each layer of each part.
@@ -253,7 +251,6 @@ def make_chunks(tokenizer: Tokenizer, sources: Sequence[str], tokens: int, count
     is shorter than a chunk.
 
     Args:
-        tokenizer: the tokenizer of the model.
         sources: the texts.
         tokens: maximum number of tokens of a chunk.
         count: maximum number of chunks.
@@ -463,7 +460,6 @@ def save(model: Llama, profile: Profile) -> pathlib.Path:
 
     Args:
         model: the decoder.
-        profile: its profile.
 
     Returns:
         The path of the file.
@@ -482,7 +478,6 @@ def write_file(path: pathlib.Path, model: Llama, profile: Profile) -> None:
     Args:
         path: the file, which is replaced if it exists.
         model: the decoder.
-        profile: its profile.
     """
     moments = profile.query_moments
     variances = np.diagonal(moments, axis1=-2, axis2=-1)

@@ -69,7 +69,6 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, template_options: Templa
     """Converts a prompt to tokens.
 
     Args:
-        tokenizer: tokenizer of the model.
         prompt: a text, which gets a BOS token if the model uses one, or a conversation, which is written in the
             model's chat template.
         template_options: variables of the chat template.
@@ -102,7 +101,6 @@ def render_context(tokenizer: Tokenizer, messages: Sequence[Message], options: T
     """Renders a conversation up to the place where the user's next text begins.
 
     Args:
-        tokenizer: tokenizer of the model.
         messages: the conversation; a question continues its last message if that is the user's.
         options: variables of the chat template.
 
@@ -132,7 +130,6 @@ def render_question(
     """Renders what follows `render_context`: the question, and the start of the assistant's answer.
 
     Args:
-        tokenizer: tokenizer of the model.
         messages: the conversation.
         context: what `render_context` returned for it.
         question: a text, or messages that start with the user's.

@@ -43,7 +43,6 @@ def shard_model(model: Llama, mesh: Mesh) -> Llama:
     """Moves a model's parameters to a mesh.
 
     Args:
-        model: model to shard.
         mesh: mesh from `kvjax.make_mesh`.
 
     Returns:
@@ -60,7 +59,6 @@ def shard_array(x: Any, sharding: jax.sharding.Sharding) -> Array:
 
     Args:
         x: the array.
-        sharding: sharding of the copy.
 
     Returns:
         The copy.
@@ -139,7 +137,6 @@ def shard_attention(
 
     Args:
         attend: takes queries [B, T, H_q, D], further arguments, and attention sink logits [H_q].
-        mesh: mesh of the arguments.
         heads: numbers of query heads and of KV heads. Devices that share a KV head share its query heads if they
             divide evenly; otherwise each attends with all of them.
         *specs: partition specs of the arguments between queries and sinks.
@@ -159,7 +156,6 @@ def share_heads(mesh: Mesh, heads: tuple[int, int]) -> bool:
     """Returns whether the devices that share a KV head can divide its query heads evenly.
 
     Args:
-        mesh: mesh of the model.
         heads: numbers of query heads and of KV heads.
     """
     query_heads, kv_heads = heads

@@ -72,7 +72,6 @@ class TokenizedModel:
         Args:
             prompt: a text, which gets a BOS token if the model uses one, or a conversation, which is written in the
                 model's chat template.
-            template_options: as for `CachedModel.generate`.
 
         Returns:
             Token ids.

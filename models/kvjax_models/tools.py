@@ -86,7 +86,6 @@ class Form:
 
         Args:
             tools: the tools that may be called.
-            tokenizer: tokenizer of the model.
             is_required: whether the answer is a call; otherwise it may be a text, or a text before calls.
             is_parallel: whether there may be several calls.
             answer_schema: schema of an answer without calls; None for any text.
@@ -226,7 +225,6 @@ class CallReader:
 
         Args:
             form: how calls are written.
-            names: names of the tools.
         """
         self._form, self._names, self._text, self._num_taken = form, names, "", 0
         self.calls: list[ToolCall] = []
@@ -235,7 +233,6 @@ class CallReader:
         """Appends text.
 
         Args:
-            text: the text.
             is_finished: whether it is the last one.
 
         Returns:

@@ -43,7 +43,6 @@ def assign_signs(
         block: The entries, in the order of the walk.
         uniforms: u, one draw from [0, 1) per entry. A draw of 0 makes the first sign +1.
         gain: How strongly a sign counters the sum of the earlier ones; per entry or for all.
-        weight: The weight of each entry, or of all.
         implementation: A name in `IMPLEMENTATIONS`, "xla" for all of its forms, or None for the first one that applies.
         config: The configuration of the TPU kernel; None for the defaults.
         interpret: Passed to `pallas_call` or `plgpu.kernel`.

@@ -42,8 +42,6 @@ def assign_signs_from_matrix(
 
     Args:
         uniforms: One draw from [0, 1) per entry.
-        gain: The gain of each entry, or of all.
-        weight: The weight of each entry, or of all.
         start: The contribution of earlier signs to each sum y_i.
 
     Returns:

@@ -96,7 +96,6 @@ def gather_blocks(
         stored: The entries or factors of a store.
         block_indices: The blocks, per KV head or per query head. They are not checked, because clamping would take
             another pass over the gathered blocks.
-        columns: The columns to gather.
 
     Returns:
         The columns of these blocks.

@@ -11,7 +11,7 @@ from pallas_kernels.select_blocks.oracle import SelectedBlocks as SelectedBlocks
 
 
 def _are_any(scores: Float[Array, "C"], *_arrays: Array, limits: Limits) -> bool:
-    return 0 < min(len(scores), limits.max_blocks)
+    return min(len(scores), limits.max_blocks) > 0
 
 
 def _are_most(scores: Float[Array, "C"], *_arrays: Array, limits: Limits) -> bool:

@@ -222,7 +222,6 @@ def _merge_programs(form: Form, outputs: dict[str, Array], programs: Sequence[Se
     Args:
         form: How the programs multiplied.
         outputs: The results of the programs, [B, P, ...], by name.
-        programs: The programs of each head.
 
     Returns:
         The partials of the heads.
@@ -293,7 +292,6 @@ def _program(form: Form, store: _Store, refs, scratch, launch_program, program, 
         store: The queries and entries that the program reads.
         refs: Arrays in global memory, by name.
         scratch: Arrays in shared memory, by name.
-        launch_program: The index of the program in the launch.
         program: The index of the program in its store.
         splits: The number of splits of each head of this store.
         stages: Blocks that are in flight or in use at a time.

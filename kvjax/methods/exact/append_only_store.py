@@ -84,7 +84,6 @@ def fill(store: AppendOnlyStore, prompt: Any) -> AppendOnlyStore:
     """Writes a prompt into an empty store.
 
     Args:
-        store: an empty store.
         prompt: a `kvjax.policy.Prompt`; it may be padded past the last slot.
 
     Returns:

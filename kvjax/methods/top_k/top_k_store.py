@@ -71,7 +71,6 @@ def fill(
     """Writes the `count` tokens of highest rank into an empty store, best first.
 
     Args:
-        store: an empty store.
         rank: rank of every token; -inf past a row's length.
         lengths: tokens per row.
         count: slots to fill.

@@ -57,11 +57,9 @@ def init_caches(
     Args:
         config: configuration of the `Transformer`.
         policy: cache policy as for `LanguageModel.generate`.
-        budget: as for `LanguageModel.generate`.
         batch: number of batch rows.
         max_prompt_tokens: maximum length of a prompt.
         max_new_tokens: maximum number of tokens after it.
-        dtype: dtype of the caches.
         seed: seed of the policy's random numbers.
     """
     specs = [
@@ -105,8 +103,6 @@ def pack(cache: kvjax.Cache, counters: kvjax.Counters, batch: int) -> PackedCach
     """Returns a layer's cache and counters with a batch axis in every array, which gemma requires.
 
     Args:
-        cache: the cache.
-        counters: its counters.
         batch: number of batch rows.
 
     Returns:
@@ -141,7 +137,6 @@ class CompressedAttention(_modules.Attention):
             x: input of the layer.
             segment_pos: positions of the tokens.
             cache: the layer's cache; None for full attention without a cache.
-            attn_mask: attention mask.
 
         Returns:
             The cache and the output of the layer.

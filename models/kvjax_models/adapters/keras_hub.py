@@ -102,8 +102,6 @@ def init_caches(
     Args:
         causal_lm: a compressed model.
         batch: number of batch rows.
-        prompt_tokens: length of the prompts in tokens.
-        max_length: `max_length` of `generate`.
 
     Returns:
         The cache of every layer, with counters.
@@ -156,8 +154,6 @@ class _ForwardPass:
         """Creates a pass.
 
         Args:
-            caches: caches of all layers.
-            counters: counters of all layers.
             lengths: lengths of the prompts for `prefill`, number of new tokens for `step`.
             texts: repetitions of the prompts.
         """
@@ -169,11 +165,7 @@ class _ForwardPass:
         """Attends to the prompt with the model's own attention and fills the layer's cache.
 
         Args:
-            layer: the layer.
             query: queries of the prompts, followed by those of the repetitions.
-            key: their keys.
-            value: their values.
-            mask: attention mask.
             **options: further arguments of the model's attention.
 
         Returns:
@@ -210,10 +202,7 @@ class _ForwardPass:
         """Appends a token per row and attends to the cache.
 
         Args:
-            layer: the layer.
             query: queries of the tokens.
-            key: their keys.
-            value: their values.
             *args: ignored arguments of the model's attention, which mask its own cache.
             **options: ignored, too.
 

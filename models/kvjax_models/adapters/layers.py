@@ -27,8 +27,6 @@ def fit_policy(policy: AnyPolicy, budget: int | str | Budget | None, spec: kvjax
     """Returns the policy of all layers.
 
     Args:
-        policy: as for `LanguageModel.generate`.
-        budget: as for `LanguageModel.generate`.
         spec: spec of any layer; the budget applies to layers without a sliding window.
         tokens: tokens of the full cache that a share refers to.
     """
@@ -39,8 +37,6 @@ def check_policy(policy: AnyPolicy, budget: int | str | Budget | None, spec: kvj
     """Refuses an invalid policy or budget before the sizes of caches are known.
 
     Args:
-        policy: as for `fit_policy`.
-        budget: as for `fit_policy`.
         spec: spec of any layer.
     """
     if isinstance(policy, str) and PolicyChoice.parse(policy).budget is not None and budget is None:
@@ -59,7 +55,6 @@ def init_caches(
     together, as often as the layer with the smallest `compact_every` needs.
 
     Args:
-        policy: policy of the model.
         specs: spec of every layer.
         seed: seed of the policy's random numbers.
     """
@@ -76,8 +71,6 @@ def init_cache(policy: Policy, spec: kvjax.CacheSpec, seed: int = 0) -> tuple[kv
     """Returns the empty cache of a layer that is used alone, and its counters.
 
     Args:
-        policy: policy of the model.
-        spec: spec of the layer.
         seed: seed of the policy's random numbers.
     """
     layer_key = jax.random.fold_in(jax.random.key(check_seed(seed)), spec.layer)
@@ -124,8 +117,6 @@ def prefill(
     """Writes a layer's prompt into its cache, with the inputs that the policy requires.
 
     Args:
-        cache: an empty cache.
-        counters: its counters.
         query: queries of the prompt, left-aligned.
         key: keys of the prompt, left-aligned.
         value: values of the prompt, left-aligned.
@@ -181,12 +172,7 @@ class PromptLayers:
         """Writes a layer's prompt into its cache with the carry of the previous layer.
 
         Args:
-            number: number of the layer.
-            cache: an empty cache.
-            counters: its counters.
             query: queries of the prompt, left-aligned.
-            key: keys of the prompt.
-            value: values of the prompt.
             lengths: number of tokens of each row.
 
         Returns:
@@ -202,7 +188,6 @@ def rope_frequencies(rotate: Callable[[Array, Array], Array], head_dim: int) -> 
 
     Args:
         rotate: function of vectors [1, 1, 1, D] and positions [1, 1].
-        head_dim: dimensions of a head.
     """
     with jax.ensure_compile_time_eval():
         first = jnp.asarray(np.arange(head_dim) < head_dim // 2, jnp.float32)

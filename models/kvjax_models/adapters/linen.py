@@ -43,8 +43,6 @@ class KVCache(nn.Module):
 
         Args:
             query: queries; those of a prompt are left-aligned.
-            key: keys.
-            value: values.
             mask: attention mask of a prompt; tokens that the last token does not see are padding. None for prompts
                 without padding. Attention is causal, whatever the mask.
 

@@ -24,8 +24,6 @@ class KVCache(nnx.Module):
         """Creates an empty cache.
 
         Args:
-            spec: spec of the layer.
-            policy: policy of the model.
             seed: seed of the policy's random numbers.
         """
         self.spec = spec
@@ -45,8 +43,6 @@ class KVCache(nnx.Module):
 
         Args:
             query: queries.
-            key: keys.
-            value: values.
             mask: attention mask of a prompt; tokens that the last token does not see are padding. None for prompts
                 without padding.
             **unused: further arguments of `nnx.MultiHeadAttention`, such as `is_causal`; attention is causal.
@@ -69,8 +65,6 @@ class KVCache(nnx.Module):
 
         Args:
             query: queries of the prompt, left-aligned.
-            key: keys of the prompt.
-            value: values of the prompt.
             lengths: number of tokens of each row; None for all.
 
         Returns:
@@ -94,8 +88,6 @@ class KVCache(nnx.Module):
 
         Args:
             query: queries of the tokens.
-            key: their keys.
-            value: their values.
             lengths: number of tokens of each row; None for all.
 
         Returns:

@@ -55,7 +55,6 @@ class Conversation:
         Args:
             llm: the model, with a chat template.
             options: how answers are generated, and the maximum length.
-            system: system message.
 
         Raises:
             ValueError: if the maximum length exceeds the model's.

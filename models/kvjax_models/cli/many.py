@@ -63,7 +63,6 @@ def complete_file(
         options: how completions are generated.
         llm: the model.
         prompts_file: file with one prompt per line.
-        output_file: file to write.
         batch_size: number of batch rows, or bytes for their caches.
         stop: strings that finish a completion.
         resume: whether to continue an interrupted run.

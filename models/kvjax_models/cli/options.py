@@ -142,11 +142,7 @@ class GenerationOptions(ModelOptions):
         return self.parse_policy(self.policy, self.budget)
 
     def write_summary(self, *parts: str) -> None:
-        """Writes the policy and a description of what was done to standard error, unless `quiet`.
-
-        Args:
-            *parts: parts of the description.
-        """
+        """Writes the policy and a description of what was done to standard error, unless `quiet`."""
         if not self.quiet:
             write_status(f"[{self.choice}: {'; '.join(parts)}]")
 

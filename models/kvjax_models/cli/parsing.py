@@ -49,7 +49,6 @@ def parse(parser: simple_parsing.ArgumentParser, args: Sequence[str]) -> Any:
     """Parses the arguments of a command; exits with a message if they are invalid.
 
     Args:
-        parser: parser of the command.
         args: arguments without the program's name; flags that the parser does not know are parsed by absl. Names of
             flags may have hyphens instead of underscores.
 
@@ -72,8 +71,6 @@ def _check_names(parser: argparse.ArgumentParser, arguments: Sequence[str], othe
     """Checks the names of options that a parser does not know.
 
     Args:
-        parser: the parser.
-        arguments: all arguments.
         others: the arguments that it does not know, among them flags of absl.
 
     Raises:

@@ -83,9 +83,6 @@ def describe_auto() -> str:
 def describe_policy(name: str) -> str:
     """Describes a policy for the command line.
 
-    Args:
-        name: the registered name.
-
     Returns:
         The policy's docstring, and its settings with types and defaults.
     """

@@ -51,10 +51,8 @@ def answer(
         is_single: whether there is one prompt, whose answer is not returned in a list.
         n: answers per prompt, which is processed once.
         max_new_tokens: maximum number of new tokens of each answer.
-        stop: stop strings.
         seed: seed of the first answer; answer i has seed + i, modulo 2**32.
         return_details: whether to return `Completion`s and a `Usage` in place of texts.
-        sampling: parameters of `Sampling`.
 
     Returns:
         As `CachedModel.generate` returns it.

@@ -93,7 +93,6 @@ class Engine:
 
         Args:
             model: the decoder.
-            tokenizer: its tokenizer.
             sizes: sizes of the rows of plain prompts; None for an engine whose requests all continue shared prefixes.
             rows: maximum number of rows in use.
             max_bytes: maximum bytes of all rows' caches: a request waits until the bytes that its row may come to take
@@ -203,11 +202,9 @@ class Engine:
             prompt: a text, a conversation, or token ids. With a prefix, the token ids that follow it, which may be
                 none; with a document, also a question as for `Document.ask`.
             prefix: a prefix that the request continues: a document, its prefix, or the prefix of an output.
-            sampling: parameters of sampling.
             stop: strings that finish the sequence and are not part of its text; they may contain special tokens.
             max_new_tokens: maximum number of new tokens; by default what a document was read with, otherwise 256, or
                 what the model's context length leaves.
-            seed: seed of sampling.
             prompt_seed: seed of the policy's random numbers, by default `seed`. Several answers to one prompt have the
                 same one: with equal `sampling` and different `seed`, waiting requests share the prefill of the prompt.
             template_options: variables of the chat template, for a conversation.
@@ -280,9 +277,6 @@ class Engine:
         """Returns the text of a running request that was held back, for a caller that ends it.
 
         It may be the start of a stop string, or the bytes of an incomplete character.
-
-        Args:
-            number: number of the request.
         """
         if (sequence := self._sequences.get(number)) is None:
             return ""
@@ -532,9 +526,6 @@ class Engine:
         """Returns the width that a group should have.
 
         Args:
-            size: size of its rows.
-            kind: its `Group.kind`.
-            rows: rows in use.
             group: the group, if it exists.
         """
         width = width_for(rows, 0 if group is None else group.width)

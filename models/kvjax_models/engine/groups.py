@@ -51,12 +51,9 @@ class Group:
         """Creates a group of rows that are prefilled.
 
         Args:
-            generator: see the attributes, as for `prefix` and `kind`.
-            prefix: the shared prefix.
             state: state of the rows, which the caller must not use again.
             numbers: the requests of its first rows; the others are free.
             width: number of rows.
-            kind: the kind.
         """
         self.generator, self.prefix, self.kind, self.in_block = generator, prefix, kind, 0
         self.numbers: list[int | None] = []
@@ -93,7 +90,6 @@ class Group:
         """Inserts rows.
 
         Args:
-            state: state of the rows.
             numbers: the requests of its first rows; the others are dropped.
             width: the new number of rows, with room for them.
         """
@@ -107,9 +103,6 @@ class Group:
 
     def remove(self, rows: Sequence[int]) -> GenerationState:
         """Removes rows.
-
-        Args:
-            rows: the rows, with requests.
 
         Returns:
             Their state, which may be inserted elsewhere.
@@ -206,7 +199,6 @@ def decode_together(groups: Sequence[Group], steps: int) -> list[SampledTokens]:
     """Decodes tokens in the running rows of groups, by one program.
 
     Args:
-        groups: the groups.
         steps: maximum number of steps; they end with the first block that ends.
 
     Returns:
@@ -234,7 +226,6 @@ def take_rows(state: GenerationState, rows: Sequence[int], mesh: Mesh | None) ->
     Args:
         state: the state. If the caller holds it no longer, every layer is freed once it is copied.
         rows: the rows; one may appear several times.
-        mesh: mesh of the state.
     """
     index = replicate(np.array(rows, np.int32), mesh)
     layers, state = list(state.layers), dataclasses.replace(state, layers=())

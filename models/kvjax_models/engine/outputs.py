@@ -121,9 +121,6 @@ class Collector:
     def add(self, output: Output) -> Completion | None:
         """Adds an output of an engine.
 
-        Args:
-            output: the output.
-
         Returns:
             The completion that it finishes; None if the request goes on.
 

@@ -227,7 +227,6 @@ def waiting(request: Request, sizes: Sequence[Generator], *, batches_prompts: bo
     """Returns a request as the scheduler takes it.
 
     Args:
-        request: the request.
         sizes: the sizes that its row has in turn.
         batches_prompts: whether prompts without a prefix are prefilled as batches.
     """

@@ -129,7 +129,6 @@ def width_for(rows: int, width: int = 0) -> int:
     """Returns the width of a group: 1, 2, 4, or a multiple of 4, because each is a program.
 
     Args:
-        rows: rows in use.
         width: its width so far, which becomes smaller when half of the rows are free.
     """
     if rows <= width < 2 * rows:

@@ -67,7 +67,6 @@ def _listed_sizes(values: ConfigValues, listed: Any) -> dict[str, Any]:
     """Returns the sizes of layers with full attention from the sizes by the number of the layer.
 
     Args:
-        values: values of the file.
         listed: value of `per_layer_config`.
 
     Raises:

@@ -96,9 +96,6 @@ def load(
     """Loads a model and its tokenizer; parses the header of a GGUF file once.
 
     Args:
-        path: as for `load_model`.
-        dtype: as for `load_model`.
-        mesh: as for `load_model`.
         options: all options instead of `dtype` and `mesh`.
 
     Returns:

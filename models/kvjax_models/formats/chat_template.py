@@ -20,8 +20,6 @@ def render(
     """Renders a conversation.
 
     Args:
-        template: Jinja template.
-        messages: the messages.
         variables: variables that every template may use.
         options: variables that the user sets, and `continue_final_message`, as in transformers: whether the text ends
             with the content of the last message.
@@ -102,9 +100,7 @@ def _check_contents(template: str, values: Mapping[str, Any], messages: Sequence
     the template refuses them, the contents must be in the text.
 
     Args:
-        template: Jinja template.
         values: variables of the template without the messages.
-        messages: the messages.
         text: the rendered messages.
 
     Raises:
@@ -133,10 +129,6 @@ def _find_in_order(contents: Sequence[str], text: str) -> set[int]:
 
     Most templates keep the order of the messages. Each search starts after the previous content, so that the time is
     linear in the length of the text.
-
-    Args:
-        contents: the contents.
-        text: the text.
     """
     found, position = set[int](), 0
     for number, content in enumerate(contents):
@@ -152,7 +144,6 @@ def _known_options(template: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options that are variables of a template.
 
     Args:
-        template: Jinja template.
         options: the user's options.
 
     Raises:
@@ -170,10 +161,6 @@ def _known_options(template: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _render(template: str, variables: Mapping[str, Any]) -> str:
     """Returns the text of a template.
-
-    Args:
-        template: Jinja template.
-        variables: its variables.
 
     Raises:
         ValueError: if the template is invalid or refuses the variables.

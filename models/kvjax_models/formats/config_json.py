@@ -137,10 +137,6 @@ def _check_supported(family: Family, values: ConfigValues) -> None:
 def _activation(family: Family, values: ConfigValues) -> str:
     """Returns the activation.
 
-    Args:
-        family: family of the model.
-        values: values of the file.
-
     Raises:
         ValueError: if it is not supported.
     """
@@ -157,7 +153,6 @@ def _max_length(values: ConfigValues, scaling: RopeScaling | None) -> int:
     Qwen's model cards enable YaRN by `rope_scaling` alone and leave `max_position_embeddings` at the original length.
 
     Args:
-        values: values of the file.
         scaling: scaling of the rotary embedding.
     """
     max_length = values.integer("max_position_embeddings")
@@ -168,10 +163,6 @@ def _max_length(values: ConfigValues, scaling: RopeScaling | None) -> int:
 
 def _layer_kinds(family: Family, values: ConfigValues) -> dict[str, tuple[Any, ...]]:
     """Returns the layers without attention, and the sliding window of every layer, () if there are none.
-
-    Args:
-        family: family of the model.
-        values: values of the file.
 
     Raises:
         ValueError: if the layer types are not supported.

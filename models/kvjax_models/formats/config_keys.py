@@ -60,7 +60,6 @@ def unsupported_keys(family: Family, values: Mapping[str, Any]) -> list[str]:
     """Returns the keys that may change the computation in a way that is not supported, with their values.
 
     Args:
-        family: family of the model.
         values: values of its config.json.
     """
     known = {*understood_keys(family), *_HARMLESS}
@@ -76,7 +75,6 @@ def unsupported_rope_keys(family: Family, rope: Mapping[str, Any]) -> list[str]:
     """Returns the keys of a rotary embedding that are not supported, with their values.
 
     Args:
-        family: family of the model.
         rope: values of the rotary embedding.
     """
     known = (*_ROPE_KEYS, *family.rope_keys)

@@ -45,7 +45,6 @@ def join_some(items: Sequence[str], separator: str = ", ", maximum: int = 20) ->
     """Joins the first items of a list.
 
     Args:
-        items: the items.
         separator: text between them.
         maximum: number of items; further ones are counted.
 

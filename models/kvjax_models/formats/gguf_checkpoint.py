@@ -152,9 +152,6 @@ class _Tensor:
 def load_config(file: GGUFFile) -> LlamaConfig:
     """Returns the configuration in a GGUF file.
 
-    Args:
-        file: the file.
-
     Raises:
         ValueError: if the model has an unsupported architecture or feature.
     """
@@ -165,7 +162,6 @@ def load_model(file: GGUFFile, options: LoadOptions) -> Llama:
     """Loads a model from a GGUF file; reads and dequantizes one tensor at a time.
 
     Args:
-        file: the file.
         options: dtypes and mesh.
 
     Returns:
@@ -178,11 +174,7 @@ def load_model(file: GGUFFile, options: LoadOptions) -> Llama:
 
 
 def read_checkpoint(file: GGUFFile) -> tuple[dict[str, Any], Checkpoint]:
-    """Returns the values of a config.json and the unread tensors, as in a Hugging Face directory of the model.
-
-    Args:
-        file: the file.
-    """
+    """Returns the values of a config.json and the unread tensors, as in a Hugging Face directory of the model."""
     family, values, config = _parse(file)
     tensors: dict[str, StoredTensor] = dict(_convert_tensors(file, family, config))
     return values, Checkpoint(file.path, family, config, tensors)
@@ -221,10 +213,6 @@ def _family(file: GGUFFile) -> Family:
 
 def _config_values(file: GGUFFile, family: Family) -> ConfigValues:
     """Returns the values of the config.json that describes the model of a file.
-
-    Args:
-        file: the file.
-        family: family of the model.
 
     Raises:
         ValueError: if a value differs between layers, or a key or a combination is not supported.
@@ -282,9 +270,7 @@ def _check_keys(file: GGUFFile, name: str, understood: Mapping[str, str]) -> Non
     """Refuses keys of the architecture that may change the computation.
 
     Args:
-        file: the file.
         name: prefix of its keys.
-        understood: keys that are understood.
 
     Raises:
         ValueError: with all of them.
@@ -308,7 +294,6 @@ def _vocab_size(file: GGUFFile, rows: int) -> int:
     """Returns the size of the vocabulary.
 
     Args:
-        file: the file.
         rows: number of rows of the embedding.
 
     Raises:
@@ -324,9 +309,7 @@ def _layer_types(file: GGUFFile, name: str, values: ConfigValues) -> dict[str, A
     """Returns `layer_types`, {} without a pattern: booleans per layer, or n, where every n-th layer has full attention.
 
     Args:
-        file: the file.
         name: prefix of its keys.
-        values: the other values.
     """
     pattern = file.metadata.get(f"{name}.attention.sliding_window_pattern")
     if pattern is None or values["sliding_window"] is None:
@@ -342,9 +325,7 @@ def _rope_values(file: GGUFFile, name: str, values: Mapping[str, Any]) -> dict[s
     """Returns the values of the rotary embedding.
 
     Args:
-        file: the file.
         name: prefix of its keys.
-        values: the other values.
 
     Raises:
         ValueError: if the scaling is not supported.
@@ -365,9 +346,7 @@ def _rope_scaling(file: GGUFFile, name: str, values: Mapping[str, Any]) -> dict[
     llama.cpp takes `rope.scale_linear` for a missing `rope.scaling.factor`, linear for a missing type, and 1 for 0.
 
     Args:
-        file: the file.
         name: prefix of its keys.
-        values: the other values.
 
     Raises:
         ValueError: if the scaling is not supported.
@@ -406,10 +385,6 @@ def _yarn_scaling(
     """Returns YaRN's scaling.
 
     Args:
-        file: the file.
-        prefix: prefix of its keys.
-        values: the other values.
-        factor: the factor of positions.
         attention: a factor of rotated queries and keys beside YaRN's.
 
     Raises:
@@ -453,8 +428,6 @@ def _convert_tensors(file: GGUFFile, family: Family, config: LlamaConfig) -> Ite
     """Yields the tensors under Hugging Face's names; unknown ones keep theirs, so that `build_model` lists them.
 
     Args:
-        file: the file.
-        family: family of the model.
         config: its configuration.
     """
     assert family.gguf is not None
@@ -493,8 +466,6 @@ def _convert_experts(
     """Yields the tensors of experts, which GGUF files stack as [E, out, in].
 
     Args:
-        file: the file.
-        family: family of the model.
         prefix: name of the layer.
         name: name of the tensor in the file.
         projection: "gate", "up" or "down".

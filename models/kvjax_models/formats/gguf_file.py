@@ -166,9 +166,6 @@ def _other_parts(path: pathlib.Path, count: int) -> list[pathlib.Path]:
 def _read_single(path: pathlib.Path) -> GGUFFile:
     """Parses one file.
 
-    Args:
-        path: path of the file.
-
     Returns:
         The content.
 

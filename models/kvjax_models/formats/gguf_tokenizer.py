@@ -67,9 +67,6 @@ _ROLES = {  # variables of chat templates, with the keys tokenizer.ggml.*_token_
 def load_tokenizer(file: GGUFFile) -> Tokenizer:
     """Returns the tokenizer in a GGUF file.
 
-    Args:
-        file: the file.
-
     Raises:
         ValueError: if the tokenizer is missing, invalid or not supported.
     """
@@ -162,7 +159,6 @@ def _byte_level_bpe(file: GGUFFile, vocabulary: dict[str, int]) -> tokenizers.To
     """Returns a byte-level BPE tokenizer.
 
     Args:
-        file: the file.
         vocabulary: token ids.
 
     Raises:
@@ -199,7 +195,6 @@ def _sentencepiece_bpe(
     """Returns a BPE tokenizer with SentencePiece's vocabulary; merges follow from the scores of its pieces.
 
     Args:
-        file: the file.
         tokens: the pieces.
         vocabulary: their ids.
         kinds: types by id.
@@ -266,9 +261,7 @@ def _token_id(file: GGUFFile, role: str, tokens: Sequence[str]) -> int | None:
     """Returns the id of a special token, None if the file has none.
 
     Args:
-        file: the file.
         role: "bos", "eos", ...
-        tokens: all tokens.
 
     Raises:
         ValueError: if it is not in the vocabulary.

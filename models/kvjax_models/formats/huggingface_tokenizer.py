@@ -99,10 +99,8 @@ def _eos_ids(directory: pathlib.Path, backend: tokenizers.Tokenizer, eos_token: 
     often name the end of a text only, so `eos_token` and the end tokens in the chat template are added.
 
     Args:
-        directory: directory of the files.
         backend: the tokenizer.
         eos_token: the tokenizer's end-of-text token, or None.
-        template: the chat template, or "".
 
     Raises:
         ValueError: if they are not token ids.

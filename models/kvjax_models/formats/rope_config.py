@@ -25,7 +25,6 @@ def parse_rope(family: Family, values: ConfigValues) -> dict[str, Any]:
     `rope_scaling` has precedence if both spellings are present, as in transformers.
 
     Args:
-        family: family of the model.
         values: values of its config.json.
 
     Raises:
@@ -77,9 +76,7 @@ def _scaling(family: Family, rope: ConfigValues, values: ConfigValues, rotary_di
     """Returns the scaling of a rotary embedding; None if it is not scaled.
 
     Args:
-        family: family of the model.
         rope: values of the rotary embedding.
-        values: values of the model.
         rotary_dim: rotated dimensions of a head.
 
     Raises:

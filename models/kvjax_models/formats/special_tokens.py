@@ -55,7 +55,6 @@ class SpecialTokens:
         A special token that begins at its end and may go on in a text after it has one, too.
 
         Args:
-            text: the text.
             parse: whether special tokens get no mark, because they are parsed.
         """
         text = text.replace(MARK, 2 * MARK)
@@ -70,9 +69,6 @@ class SpecialTokens:
     def encode(self, text: str) -> list[int]:
         """Encodes a text: special tokens with a mark are text, and the marks are removed.
 
-        Args:
-            text: the text.
-
         Returns:
             The token ids.
         """
@@ -81,9 +77,6 @@ class SpecialTokens:
 
     def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]], str]:
         """Encodes a text as `encode` does.
-
-        Args:
-            text: the text.
 
         Returns:
             The token ids, start and end of the characters of every token, and the text without marks, to which these
@@ -137,7 +130,6 @@ def encode(backend: tokenizers.Tokenizer, text: str) -> list[int]:
 
     Args:
         backend: the tokenizer.
-        text: the text.
 
     Returns:
         The token ids.
@@ -153,11 +145,7 @@ def encode_spans(backend: tokenizers.Tokenizer, text: str) -> tuple[list[int], l
 
 
 def _trie_pattern(words: Iterable[str]) -> str:
-    """Returns a regular expression that matches the longest of several words in time linear in its length.
-
-    Args:
-        words: the words.
-    """
+    """Returns a regular expression that matches the longest of several words in time linear in its length."""
     branches = []
     for first, group in itertools.groupby(sorted(words), key=lambda word: word[:1]):
         rests = [word[1:] for word in group]

@@ -60,9 +60,6 @@ class Tokenizer:
 
         The methods that encode texts encode marked ones as text, also within a longer text.
 
-        Args:
-            text: the text.
-
         Returns:
             The text with marks.
         """
@@ -75,7 +72,6 @@ class Tokenizer:
         added.
 
         Args:
-            text: the text.
             add_bos: whether the text starts a sequence: `prefix_ids` are prepended unless the text begins with them.
                 False encodes a text that follows another one; see `encode_continuation`.
 
@@ -94,7 +90,6 @@ class Tokenizer:
         encoded as if it followed a line break.
 
         Args:
-            text: the text.
             context: tokens before the text, of which the last `CONTEXT_TOKENS` suffice; () at the start of a sequence,
                 None if they are not known.
 
@@ -152,7 +147,6 @@ class Tokenizer:
         Spaces are not removed; invalid UTF-8 bytes become U+FFFD.
 
         Args:
-            ids: token ids.
             skip_special_tokens: whether to omit special tokens.
 
         Returns:
@@ -169,7 +163,6 @@ class Tokenizer:
         """Decodes tokens that follow other tokens, such as an answer: SentencePiece's first space is kept.
 
         Args:
-            ids: token ids.
             context: tokens before them; the last `CONTEXT_TOKENS` suffice.
             skip_special_tokens: whether to omit special tokens.
 
@@ -184,7 +177,6 @@ class Tokenizer:
         """Decodes tokens one by one; see `Streamer`.
 
         Args:
-            ids: token ids.
             context: tokens before them.
             skip_special_tokens: whether to omit special tokens.
 
@@ -240,10 +232,6 @@ class Tokenizer:
 
         The text has no BOS token and no default system message, which a template writes at the start of a conversation.
 
-        Args:
-            messages: as for `render_chat`, starting with the user's.
-            template_options: as for `render_chat`.
-
         Returns:
             The text after an answer of the assistant.
         """
@@ -260,11 +248,6 @@ class Tokenizer:
         template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Encodes a conversation with the checkpoint's chat template.
-
-        Args:
-            messages: as for `render_chat`.
-            add_generation_prompt: as for `render_chat`.
-            template_options: as for `render_chat`.
 
         Returns:
             The token ids.
@@ -355,7 +338,6 @@ def call_backend(problem: str, function: Callable[..., T], *args: Any, **kwargs:
 
     Args:
         problem: start of the error message.
-        function: the function.
         *args: its arguments.
         **kwargs: its keyword arguments.
 

@@ -56,7 +56,6 @@ def parameter_rules(
     """Returns the rules of all parameters of a model.
 
     Args:
-        family: family of the model.
         config: configuration of the model.
         shapes: shape of every parameter.
         stored: names of the tensors to read, which show how experts are stored.
@@ -82,7 +81,6 @@ def select_layers(tensors: Mapping[str, T], layers: int) -> dict[str, T]:
 
     Args:
         tensors: tensors by their name in a Hugging Face or GGUF file.
-        layers: number of layers.
     """
     numbers = {name: _LAYER_NUMBER.match(name) for name in tensors}
     return {name: tensors[name] for name, match in numbers.items() if match is None or int(match[1]) < layers}
@@ -92,7 +90,6 @@ def head_dim_order(head_dim: int, rotary_dim: int | None, interleaved: bool) -> 
     """Returns the permutation of a head's dimensions that makes rotated pairs (i, i + D/2).
 
     Args:
-        head_dim: dimension of a head.
         rotary_dim: number of rotated dimensions, which are the first ones in the file; None: all.
         interleaved: whether pairs in the file are (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
 

@@ -215,7 +215,6 @@ class LlamaConfig:
         """Returns the rotary embedding of a layer.
 
         Args:
-            layer: number of the layer.
             tokens: maximum length of the sequences, on which some scalings depend; `max_length` by default.
         """
         head_dim = self.of_layer(layer).head_dim
@@ -236,7 +235,5 @@ def rope_frequencies(config: LlamaConfig, layer: int = 0, tokens: int | None = N
 
     Args:
         config: configuration of the model.
-        layer: number of the layer.
-        tokens: see `LlamaConfig.rotary`.
     """
     return jnp.asarray(config.rotary(layer, tokens).frequencies, jnp.float32)

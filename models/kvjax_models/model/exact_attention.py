@@ -36,12 +36,8 @@ def chunk_attention(
 
     Args:
         query: queries of the chunk.
-        keys: keys of the prompt.
-        values: values of the prompt.
         chunk: index of the chunk; all chunks have C tokens.
-        sink_logits: attention sink logits.
         window: maximum number of visible tokens including the token itself; None: all.
-        logit_cap: cap of the logits.
 
     Returns:
         The attention output.
@@ -86,13 +82,8 @@ def attend_in_chunks(
 
     Args:
         query: queries of the chunks.
-        keys: keys of the prompt.
-        values: values of the prompt.
         first: index of the first chunk.
-        sink_logits: attention sink logits.
         chunk: tokens per chunk.
-        window: as for `chunk_attention`.
-        logit_cap: as for `chunk_attention`.
 
     Returns:
         The attention output.
@@ -146,10 +137,7 @@ def attend_repetitions(
         query: queries in blocks of T tokens, each within one text.
         entries: keys and values.
         blocks: index of each block among the blocks of all texts.
-        sink_logits: attention sink logits.
         repeat: the chunks that the texts repeat; None if the attention that they receive is not needed.
-        window: as for `chunk_attention`.
-        logit_cap: as for `chunk_attention`.
 
     Returns:
         The attention output, zero for blocks after the end of a text, and `RepeatedPrompt.received` or None.
@@ -189,10 +177,7 @@ def attend_texts(
     Args:
         query: queries of all texts.
         entries: keys and values.
-        sink_logits: attention sink logits.
         block: queries whose probabilities exist at a time; texts consist of entire blocks.
-        window: as for `chunk_attention`.
-        logit_cap: as for `chunk_attention`.
 
     Returns:
         The attention output.

@@ -23,8 +23,6 @@ class Mlp(nnx.Module):
 
         Args:
             width: size of input and output.
-            hidden: hidden size.
-            activation: key of `ACTIVATIONS`.
             bias: whether the projections have biases.
             linear: constructor of projections (`quantized.make_linear`).
         """
@@ -55,11 +53,7 @@ class ExpertLinear(nnx.Module):
         """Creates the projections.
 
         Args:
-            experts: number of experts.
-            inputs: size of the input.
-            outputs: size of the output.
             bias: whether there are biases.
-            dtype: dtype of parameters.
             rngs: random keys of the initial parameters.
             quantized: whether the kernel is int8, with a scale [E, out].
         """
@@ -75,7 +69,6 @@ class ExpertLinear(nnx.Module):
         """Returns the projection of one expert.
 
         Args:
-            expert: number of the expert.
             x: tokens.
         """
         kernel = self.kernel[...][expert]
@@ -235,7 +228,6 @@ def blocks_by_expert(
 
     Args:
         indices: experts of every token.
-        experts: number of experts.
 
     Returns:
         The slot of every token and expert among all blocks' slots, the token of every slot (N for empty slots), and the

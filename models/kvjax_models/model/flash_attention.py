@@ -43,10 +43,8 @@ class AttentionSpec(NamedTuple):
         """Returns the spec of a layer.
 
         Args:
-            layer: the layer.
             dtype: dtype of queries, keys and values.
             tokens: padded length of the prompts.
-            chunks: number of chunks.
             runs: number of runs per chunk.
         """
         sinks = layer.sink_logits is not None
@@ -65,7 +63,6 @@ def run_index(chunk: Any, runs: int, run: Any) -> Any:
     """Returns the run of a chunk in zigzag order, which balances the work of causal attention between devices.
 
     Args:
-        chunk: index of the chunk.
         runs: number of runs per chunk.
         run: the run of the first chunk; odd chunks reverse the order.
     """

@@ -93,7 +93,6 @@ class GatedDeltaSizes:
 
         Args:
             batch: number of batch rows.
-            dtype: dtype of the model.
         """
         memory = (batch, self.key_heads, self.group_size, self.key_dim, self.value_dim)
         return DeltaState(
@@ -119,8 +118,6 @@ class GatedDeltaNet(nnx.Module):
 
         Args:
             width: size of input and output.
-            sizes: sizes of the layer.
-            norm_epsilon: epsilon of the norm of the outputs.
             dtype: dtype of parameters and activations.
             rngs: random keys of the initial parameters.
             quantized: whether the kernels of projections are int8, except the gates' `ba`.
@@ -198,7 +195,6 @@ def gated_delta_rule(
     Args:
         query: scaled queries.
         key: keys with a norm of at most 1.
-        values: values.
         beta: share of each write, from 0 to 1. Tokens with beta 0 and log decay 0 do not change the state.
         log_decay: logarithm of the decay before each token, at most 0.
         memory: states before the tokens.

@@ -38,7 +38,6 @@ class RMSNorm(nnx.Module):
         Args:
             features: size of the normalized axis.
             config: configuration with epsilon and offset of the norm.
-            dtype: dtype of the scale.
         """
         self.epsilon, self.offset = config.norm_epsilon, config.norm_offset
         self.scale = nnx.Param(jnp.full(features, 1 - config.norm_offset, dtype))
@@ -194,7 +193,6 @@ class ParallelExperts(nnx.Module):
 
         Args:
             x: residual stream.
-            mlp_output: output of the MLP.
         """
         router_input = self.router_norm(x) * x.shape[-1] ** -0.5
         return self.after_mlp_norm(mlp_output) + self.after_norm(self.experts(self.norm(x), router_input))
@@ -216,7 +214,6 @@ class _Layer(nnx.Module):
 
         Args:
             config: configuration of the model.
-            number: number of the layer.
             dtype: dtype of parameters and activations.
             rngs: random keys of the initial parameters.
             quantized: whether kernels are int8.
@@ -451,9 +448,6 @@ class Llama(nnx.Module):
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
         """Embeds tokens.
 
-        Args:
-            tokens: token ids.
-
         Returns:
             The scaled embeddings, which are the residual stream before the first layer.
         """
@@ -464,8 +458,6 @@ class Llama(nnx.Module):
         """Returns the angles for `DecoderLayer.project`; in most models all layers share them.
 
         Args:
-            positions: positions of the tokens.
-            layer: number of the layer.
             tokens: maximum length of the sequences; see `LlamaConfig.rotary`.
         """
         return rotation(self.config.rotary(layer, tokens), positions)

@@ -28,8 +28,6 @@ class QuantizedLinear(nnx.Module):
         """Creates a projection with zeros.
 
         Args:
-            inputs: size of the input.
-            outputs: axes of the output.
             use_bias: whether there is a bias.
             dtype: dtype of activations, scales and bias.
         """
@@ -111,8 +109,6 @@ def dot_general(x: Float[Array, "..."], kernel: Float[Array, "..."], dimensions:
     Args:
         x: activations.
         kernel: weights.
-        dimensions: as for `jax.lax.dot_general`.
-        **options: as for `jax.lax.dot_general`.
 
     Returns:
         The product in the dtype that `jax.lax.dot_general` returns.
@@ -140,7 +136,6 @@ def quantize(weights: Shaped[np.ndarray, "..."], axis: int) -> tuple[np.ndarray,
     """Rounds weights to int8 with the scale max |w| / 127 along an axis.
 
     Args:
-        weights: the weights.
         axis: axis of the inputs, over which a scale is shared.
 
     Returns:
@@ -162,7 +157,6 @@ def multiply(
     Args:
         x: activations.
         kernel: int8 values.
-        scale: scales of the outputs.
     """
     flat, matrix = x.reshape(-1, x.shape[-1]), kernel.reshape(kernel.shape[0], -1)
 
@@ -189,7 +183,6 @@ def multiply_transposed(
     Args:
         x: activations.
         table: int8 values.
-        scale: scales of the outputs.
     """
     flat = x.reshape(-1, x.shape[-1])
 

@@ -24,7 +24,6 @@ def make_mixer(
     Args:
         width: size of input and output.
         sizes: sizes of the layer, which determine its kind.
-        norm_epsilon: epsilon of norms.
         dtype: dtype of parameters and activations.
         rngs: random keys of the initial parameters.
         quantized: whether the kernels of projections are int8.

@@ -104,7 +104,6 @@ def rotation(rotary: Rotary, positions: Int[Array, "B T"]) -> Angles:
 
     Args:
         rotary: rotary embedding of the layer.
-        positions: positions of the tokens.
     """
     frequencies = np.asarray(rotary.frequencies, np.float32)
     cos, sin = rope.rotation(positions, jnp.asarray(frequencies))
@@ -131,9 +130,7 @@ def make_rotary(
     99% of the frequencies equal transformers' frequencies bit for bit.
 
     Args:
-        head_dim: dimension of a head.
         theta: base of the frequencies.
-        scaling: scaling of the frequencies.
         rotary_dim: number of rotated dimensions; None: all.
         tokens: maximum length of the sequences.
 

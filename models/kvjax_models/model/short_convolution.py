@@ -53,7 +53,6 @@ class ShortConvolutionSizes:
 
         Args:
             batch: number of batch rows.
-            dtype: dtype of the model.
         """
         return ConvolutionState(jnp.zeros((batch, self.kernel_size - 1, self.channels), dtype))
 
@@ -74,7 +73,6 @@ class ShortConvolution(nnx.Module):
 
         Args:
             width: size of input and output.
-            sizes: sizes of the layer.
             dtype: dtype of parameters and activations.
             rngs: random keys of the initial parameters.
             quantized: whether the kernels of projections are int8.

@@ -36,9 +36,7 @@ class AnswerText:
         """Creates an answer without tokens.
 
         Args:
-            tokenizer: tokenizer of the model.
             context: the tokens before the answer; the last `tokenizer.CONTEXT_TOKENS` suffice.
-            stop: stop strings.
         """
         added = tokenizer.backend.get_added_tokens_decoder()
         self._special = {token: added[token].content for token in tokenizer.special_ids}

@@ -137,7 +137,6 @@ def cache_options(
     """Turns options of a cache into values, and checks them as far as they do not depend on lengths.
 
     Args:
-        policy: the policy.
         budget: the budget; 25% by default for "auto".
         heads: "auto" or a profile for any policy, or the shares of `kvjax.HeadBudgets`.
 
@@ -185,11 +184,9 @@ def resolve_auto(
 
     Args:
         policy: the policy, as `cache_options` returns it.
-        budget: the budget.
         kv_dtype: the quantization format.
         spec: spec of the caches without quantization.
         tokens: tokens of the full cache that a fraction refers to.
-        heads: budgets of the heads.
         streaming: whether prompts are streamed through the cache.
         find_profile: returns the model's profile, or None; called only if it is needed.
 
@@ -270,10 +267,6 @@ def resolve_windows(budget: Budget | None, specs: Sequence[CacheSpec]) -> Budget
     """Subtracts the bytes of layers with a sliding window from a budget in bytes.
 
     Such layers cache exactly their window, and `Budget.limit` divides the bytes of a budget among all layers.
-
-    Args:
-        budget: the budget.
-        specs: specs of all layers.
 
     Returns:
         The budget that gives the other layers the remaining bytes.

@@ -63,8 +63,6 @@ def constraint_of(sampling: Sampling, tokenizer: Tokenizer, vocab_size: int) -> 
     A grammar is compiled once, which takes up to a second for a complex one.
 
     Args:
-        sampling: parameters of sampling.
-        tokenizer: tokenizer of the model.
         vocab_size: number of logits.
 
     Raises:

@@ -132,9 +132,7 @@ def append_block(
 
     Args:
         split: the model.
-        mesh: mesh of the model.
         state: state before the block; donated.
-        tokens: padded tokens.
         lengths: number of tokens of each row.
         prefixes: the frozen prefixes that the rows share; None for rows that have all their tokens in their own caches.
 
@@ -159,11 +157,8 @@ def score_block(
 
     Args:
         split: the model.
-        mesh: mesh of the model.
         state: state before the block; donated.
-        tokens: padded tokens.
         lengths: number of tokens of each row.
-        prefixes: as for `append_block`.
 
     Returns:
         The state after the block, the log-probability of each token, and whether it was the most likely one. The first
@@ -196,7 +191,6 @@ def decode_groups(
 
     Args:
         groups: the rows; their states are donated.
-        mesh: mesh of the model.
         eos: tokens that finish a sequence.
         block_size: maximum number of steps.
         steps: number of steps, at most `block_size`.
@@ -225,12 +219,7 @@ def decode_groups(
 
 
 def runs_by_layer(state: GenerationState, mesh: Mesh | None) -> bool:
-    """Returns whether the host calls one program per layer: on a single CPU, for at least `MIN_LAYERS` layers.
-
-    Args:
-        state: a state with arrays.
-        mesh: mesh of the state.
-    """
+    """Returns whether the host calls one program per layer: on a single CPU, for at least `MIN_LAYERS` layers."""
     return _on_cpu(state.positions, mesh) and len(state.layers) + len(state.recurrent) >= MIN_LAYERS
 
 
@@ -466,7 +455,6 @@ def step_layer(
         flat: the layer.
         rotaries: its rotary embedding, for every group.
         caches: its caches; donated.
-        counters: counters of all layers.
         x: residual stream of the rows of all groups; donated.
         positions: number of tokens of each row before these.
         lengths: number of these tokens of each row.
@@ -518,7 +506,6 @@ def step_recurrent_layer(
 
     Args:
         flat: the layer.
-        mesh: mesh of the model.
         states: its states before the tokens, of every group; donated.
         x: residual stream of new tokens of the rows of all groups; donated.
         lengths: number of these tokens of each row.

@@ -100,7 +100,6 @@ class Generator:
         """Creates a generator.
 
         Args:
-            model: see the attributes, as for the other arguments.
             plan: a plan, or the policies of one, which is made for `lengths`.
             batch: number of batch rows.
             eos: tokens that finish a sequence.
@@ -305,7 +304,6 @@ class Generator:
         Args:
             state: state before the prompts; its buffers are donated.
             prompts: token ids of each row.
-            prefixes: as for `prefill`.
             shared_lengths: whether exact prefill pads prompts to lengths of `compile_cache.length_bucket`, so that all
                 lengths need few compiled programs.
 
@@ -339,7 +337,6 @@ class Generator:
         Args:
             state: state before the prompts; its buffers are donated.
             prompts: token ids of each row.
-            prefixes: as for `prefill`.
 
         Returns:
             The state after the prompts, and the natural log-probability of each token, float32.
@@ -356,7 +353,6 @@ class Generator:
             state: state before the prompts; its buffers are donated. If it is empty, the first token has no context
                 and is scored under uniform logits.
             prompts: token ids of each row.
-            prefixes: as for `prefill`.
 
         Returns:
             The state after the prompts, the log-probability of each token, and whether it was the most likely one.
@@ -530,7 +526,6 @@ def prefill_for(
     Args:
         generators: generators of one model, whose policies need at most one repetition of the prompts.
         prompts: token ids of each row.
-        shared_lengths: as for `prefill_together`.
 
     Returns:
         An iterator over the results of the layers, the padded tokens of the prompts, and their lengths.

@@ -55,8 +55,6 @@ def lower_compression(
     Args:
         cache: empty cache; arrays or their shapes, as all arguments.
         counters: counters of all layers, before the prompt.
-        layer: results of the layer.
-        lengths: lengths of the prompts.
 
     Returns:
         The lowered program.
@@ -103,7 +101,6 @@ def lower_append(generator: Generator, state: GenerationState) -> list[jax.stage
 
     Args:
         generator: model, policies and sizes.
-        state: a state, or its shapes.
 
     Returns:
         The lowered programs.
@@ -118,7 +115,6 @@ def abstract_state(state: Any, mesh: Mesh | None) -> Any:
     """Returns the shapes of a state with its shardings on a mesh.
 
     Args:
-        state: a state, or its shapes.
         mesh: mesh of the state; None returns the state itself.
     """
     shardings = state_shardings(state, mesh)

@@ -79,7 +79,6 @@ def prefill_layers(
         model: the decoder.
         tokens: padded prompts; N must be a multiple of `chunk`. Sequence parallelism is used only if N is also a
             multiple of `sequence_parallel.chunk_size`.
-        lengths: lengths of the prompts.
         chunk: tokens per chunk on one device.
         num_queries: for each layer, the number of the prompt's last queries to return.
         repeat: whether each layer also processes repetitions of the prompts, for policies that score with them.
@@ -155,9 +154,7 @@ def _compute_recurrent_layers(
 
     Args:
         layers: the layers; () changes nothing.
-        mesh: mesh of the model.
         x: residual stream of the prompts.
-        lengths: lengths of the prompts.
         text_x: residual stream of the repetitions; None without repetitions.
         sizes: lengths of the repetitions.
 
@@ -186,10 +183,8 @@ def _add_gradients(
 
     Args:
         model: the decoder.
-        layers: results of all layers.
         text_inputs: residual stream of the repetitions before each layer.
         text_x: residual stream after the last layer.
-        lengths: lengths of the prompts.
         sizes: lengths of the repetitions.
         capacity: maximum length of the sequences.
 
@@ -218,8 +213,6 @@ def compress_layer(
     Args:
         cache: empty cache; donated.
         counters: counters of all layers, before the prompt.
-        layer: results of the layer.
-        lengths: lengths of the prompts.
         layer_carry: the third result for the previous layer.
 
     Returns:
@@ -271,7 +264,6 @@ def embed(model: Llama, tokens: Int[Array, "*N"], mesh: Mesh | None = None) -> F
 
     Args:
         model: the decoder.
-        tokens: token ids.
         mesh: for sequence parallelism: every device gathers the table and looks up its own tokens.
 
     Returns:
@@ -301,13 +293,9 @@ def prefill_layer(
     """Computes one layer of entire prompts.
 
     Args:
-        layer: the layer.
-        rotary: its rotary embedding.
-        mesh: mesh of the model.
         sequence_parallel: whether the devices of a layer share the tokens.
         num_queries: number of the prompt's last queries to return.
         x: residual stream in chunks; donated.
-        lengths: lengths of the prompts.
         scorer: the layer's coefficients of predicted scores; None to predict none.
 
     Returns:
@@ -336,10 +324,7 @@ def prefill_recurrent_layer(
     """Computes one layer without attention of entire prompts, chunk by chunk.
 
     Args:
-        layer: the layer.
-        mesh: mesh of the model.
         x: residual stream in chunks; donated.
-        lengths: lengths of the prompts.
 
     Returns:
         The new residual stream, and the states after the prompts.
@@ -364,7 +349,6 @@ def last_logits(model: Llama, x: Float[Array, "B M C W"], lengths: Int[Array, "B
     Args:
         model: the decoder.
         x: residual stream after the last layer, in chunks.
-        lengths: lengths of the prompts.
     """
     chunk, offset = (index[:, None, None] for index in jnp.divmod(lengths - 1, x.shape[2]))
     last = jnp.take_along_axis(jnp.take_along_axis(x, chunk[..., None], axis=1)[:, 0], offset, axis=1)[:, 0]
@@ -428,8 +412,6 @@ class _ChunkedLayer(NamedTuple):
 
         Args:
             x: residual stream before the layer, [B, M, c, W].
-            keys: keys of all tokens.
-            values: values of all tokens.
             sink_logits: attention sink logits [H_q].
 
         Returns:
@@ -457,8 +439,6 @@ class _ChunkedLayer(NamedTuple):
         Args:
             attend: attention function of a kernel (`flash_attention`).
             x: residual stream before the layer, [B, M, c, W].
-            keys: keys of all tokens.
-            values: values of all tokens.
             sink_logits: attention sink logits [H_q].
 
         Returns:

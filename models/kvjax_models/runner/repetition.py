@@ -38,7 +38,6 @@ def make_repetitions(
     Args:
         repeat: chunk size and surrounding tokens.
         tokens: padded prompts.
-        lengths: lengths of the prompts.
         multiple: the number of tokens of a row's texts is a multiple of it.
 
     Returns:
@@ -74,15 +73,9 @@ def repeat_layer(
     """Computes one layer of all repetitions, each as if it alone followed the prompt.
 
     Args:
-        layer: the layer.
         repeat: chunk size and surrounding tokens of the repetitions.
-        rotary: its rotary embedding.
-        mesh: mesh of the model.
         sequence_parallel: whether the devices of a layer share the tokens.
         x: residual stream of the repetitions in chunks; donated.
-        prompt_keys: keys of the prompts.
-        prompt_values: values of the prompts.
-        lengths: lengths of the prompts.
         sizes: lengths of the repetitions.
 
     Returns:
@@ -116,8 +109,6 @@ def repeat_recurrent_layer(
     """Computes one layer without attention of all repetitions, each as if it alone followed the prompt.
 
     Args:
-        layer: the layer.
-        mesh: mesh of the model.
         x: residual stream of the repetitions in chunks; donated.
         state: states after the prompts.
         sizes: lengths of the repetitions.
@@ -164,12 +155,7 @@ def backpropagate_layer(
     """Propagates a gradient through one layer of `repeat_layer`, with the prompts held fixed.
 
     Args:
-        layer: the layer.
-        rotary: its rotary embedding.
         x: residual stream of the repetitions before the layer.
-        prompt_keys: keys of the prompts.
-        prompt_values: values of the prompts.
-        lengths: lengths of the prompts.
         sizes: lengths of the repetitions.
         gradient: gradient with respect to the residual stream after the layer, zero for padding; donated.
 

@@ -14,7 +14,6 @@ def pad_prompts(
         prompts: token ids of each row.
         batch: expected number of prompts.
         multiple: the padded length is a multiple of it.
-        vocab_size: size of the vocabulary.
 
     Returns:
         The padded tokens and the lengths of the prompts, int32.
@@ -45,6 +44,5 @@ def trim_rows(rows: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
 
     Args:
         rows: padded array.
-        lengths: lengths of the rows.
     """
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]

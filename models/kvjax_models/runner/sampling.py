@@ -186,7 +186,6 @@ def row_sampling(samplings: Sequence[Sampling], vocab_size: int, mesh: Mesh | No
 
     Args:
         samplings: parameters of each row.
-        vocab_size: size of the vocabulary.
         mesh: mesh on which the arrays are replicated; None for a single device.
 
     Returns:

@@ -37,7 +37,6 @@ def chunk_size(model: Llama, mesh: Mesh | None, batch: int, tokens: int, chunk: 
 
     Args:
         model: the decoder.
-        mesh: mesh of the model.
         batch: number of batch rows.
         tokens: length of the longest prompt.
         chunk: tokens per chunk on one device.
@@ -68,9 +67,7 @@ def with_gathered_parameters(
 
     Args:
         function: takes the parameters and further arguments.
-        mesh: mesh of the arguments.
         parameters: sharded parameters of a model or of a layer.
-        query_heads: query heads of the model.
         in_specs: partition specs of the further arguments.
         out_specs: partition specs of the results.
 
@@ -107,7 +104,6 @@ class DeviceGroup(NamedTuple):
         """Returns the group of a mesh.
 
         Args:
-            mesh: mesh of the model.
             heads: numbers of query heads and of KV heads.
             always_share_heads: share heads even if some devices get fewer, for kernels that need all tokens.
 
@@ -138,9 +134,6 @@ class DeviceGroup(NamedTuple):
 
     def first_shard(self, chunk: Int[Array, ""]) -> Int[Array, ""]:
         """Returns the first shard of this device's run of a chunk.
-
-        Args:
-            chunk: index of the chunk.
 
         Returns:
             The index of the shard, counted over all chunks.
@@ -256,6 +249,5 @@ def split_into_chunks(x: Shaped[Array, "B N *D"], chunks: int) -> Shaped[Array, 
 
     Args:
         x: tokens.
-        chunks: number of chunks.
     """
     return x.reshape(x.shape[0], chunks, -1, *x.shape[2:]).swapaxes(0, 1)

@@ -120,8 +120,6 @@ def init_state(
 
     Args:
         layers: caches of all layers with their counters (`init_layers`).
-        vocab_size: size of the vocabulary.
-        mesh: mesh of the caches.
         seeds: seeds of the rows (`row_seeds`).
         samplings: parameters of sampling of every row.
         context_tokens: maximum number of tokens of a sequence.
@@ -151,7 +149,6 @@ def init_layers(
     Args:
         policies: cache policy of every layer.
         specs: cache spec of every layer.
-        mesh: mesh of the caches.
         seeds: seeds of the rows (`row_seeds`).
 
     Yields:
@@ -195,8 +192,6 @@ def init_recurrent(
     Args:
         config: configuration of the model.
         batch: number of batch rows.
-        dtype: dtype of the model.
-        mesh: mesh of the states.
     """
     return tuple(_init_recurrent(config.recurrence, batch, jnp.dtype(dtype), mesh) for _ in config.recurrent_layers)
 
@@ -278,11 +273,8 @@ def finish_prefill(
 
     Args:
         state: state with empty caches.
-        caches: caches with the prompts.
-        counters: their counters.
         logits: logits after each prompt's last token.
         tokens: padded tokens of the prompts.
-        lengths: lengths of the prompts.
         recurrent: recurrent states after the prompts.
     """
     return dataclasses.replace(
@@ -313,7 +305,6 @@ def compact_layer(cache: kvjax.Cache, counters: kvjax.Counters) -> tuple[kvjax.C
 
     Args:
         cache: the layer's cache; donated.
-        counters: counters of all layers.
 
     Returns:
         The cache, and the counters of all layers afterwards.
@@ -328,24 +319,14 @@ def check_finite(state: GenerationState) -> None:
 
 
 def check_faults(state: GenerationState, mesh: Mesh | None) -> None:
-    """Raises a ValueError if any fault counter is not zero.
-
-    Args:
-        state: state to check.
-        mesh: mesh of the state.
-    """
+    """Raises a ValueError if any fault counter is not zero."""
     if np.asarray(count_faults(state, mesh)).any():
         kvjax.raise_faults(state)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
 def count_faults(state: GenerationState, mesh: Mesh | None) -> Int[Array, "B"]:
-    """Returns the sum of all fault counters per row.
-
-    Args:
-        state: a state.
-        mesh: mesh of the state.
-    """
+    """Returns the sum of all fault counters per row."""
     faults = count_row_faults(state)
     assert faults is not None  # `not_finite` is a fault counter
     return constrain_replicated(faults, mesh)
@@ -355,7 +336,6 @@ def state_shardings(state: GenerationState, mesh: Mesh | None) -> GenerationStat
     """Returns the shardings of a state's arrays: caches and logits are sharded, other row values replicated.
 
     Args:
-        state: a state, or its shapes.
         mesh: mesh of the state; None gives None.
     """
     if mesh is None:
@@ -367,12 +347,7 @@ def state_shardings(state: GenerationState, mesh: Mesh | None) -> GenerationStat
 
 
 def constrain_state(state: GenerationState, mesh: Mesh | None) -> GenerationState:
-    """Returns the state constrained to its sharding, without which donated buffers could not be reused.
-
-    Args:
-        state: a state.
-        mesh: mesh of the state.
-    """
+    """Returns the state constrained to its sharding, without which donated buffers could not be reused."""
     return state if mesh is None else jax.lax.with_sharding_constraint(state, state_shardings(state, mesh))
 
 
@@ -381,7 +356,6 @@ def shard_state(state: GenerationState, mesh: Mesh | None) -> GenerationState:
 
     Args:
         state: a state; donated on a mesh.
-        mesh: mesh of the state.
     """
     state = state if mesh is None else shard_on_mesh(state, mesh)
     check_finite(state)
@@ -394,7 +368,6 @@ def shard_on_mesh(state: GenerationState, mesh: Mesh) -> GenerationState:
 
     Args:
         state: a state; donated.
-        mesh: mesh of the state.
     """
     return constrain_state(state, mesh)
 
@@ -404,10 +377,6 @@ def commit_to_device(state: GenerationState, mesh: Mesh | None) -> GenerationSta
 
     Arrays in host memory are always committed, and so are all results of a program that takes them. If the remaining
     arrays were uncommitted at first, the second call would compile the same program again.
-
-    Args:
-        state: a state.
-        mesh: mesh of the state.
     """
     return state if mesh is not None else jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
 

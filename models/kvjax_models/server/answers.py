@@ -21,11 +21,7 @@ class TokenBytes:
     """The bytes of single tokens, which may be parts of characters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Reads how a tokenizer writes bytes.
-
-        Args:
-            tokenizer: the tokenizer.
-        """
+        """Reads how a tokenizer writes bytes."""
         self._tokenizer, self._special = tokenizer, tokenizer.special_ids
         decoder = json.loads(tokenizer.backend.decoder.__getstate__()) if tokenizer.backend.decoder else {}
         kinds = [part.get("type") for part in (decoder, *decoder.get("decoders", ()))]
@@ -71,8 +67,6 @@ class Format:
         """Creates a format.
 
         Args:
-            token_bytes: the bytes of tokens.
-            model: name of the model.
             is_chat: whether the request is a chat completion.
             num_top: number of alternatives of each token; None without log-probabilities.
             calls: form of calls, and names of the tools; None if the model may not call any.
@@ -86,12 +80,7 @@ class Format:
         self._offsets: dict[int, int] = {}  # lengths of the choices' texts
 
     def answer(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> bytes:
-        """Returns a completion.
-
-        Args:
-            choices: the choices.
-            usage: the usage.
-        """
+        """Returns a completion."""
         kind = "chat.completion" if self._is_chat else "text_completion"
         return msgspec.json.encode({**self._head, "object": kind, "choices": choices, "usage": usage})
 
@@ -99,7 +88,6 @@ class Format:
         """Returns an event with a part of a completion.
 
         Args:
-            choices: the choices.
             usage: the usage, in the last event.
         """
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"

@@ -64,8 +64,6 @@ def make_app(worker: Worker, model_name: str, access: Access) -> Starlette:
     """Returns the application, which starts and stops the worker.
 
     Args:
-        worker: the worker.
-        model_name: name of the model in requests.
         access: who may send what.
     """
     handlers = _Handlers(worker, model_name, access.max_body_bytes)

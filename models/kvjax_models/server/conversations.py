@@ -19,7 +19,6 @@ def digests(scope: str, messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
 
     Args:
         scope: only conversations of one scope continue each other.
-        messages: the messages.
     """
     return [*itertools.accumulate(messages, extend_digest, initial=hashlib.sha256(scope.encode()).digest())]
 
@@ -77,7 +76,6 @@ class Conversations:
         """Holds a conversation.
 
         Args:
-            document: the document that it follows.
             digest: the digest of its messages, with the answer.
             prefix: its tokens with their caches.
         """

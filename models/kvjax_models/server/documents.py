@@ -96,11 +96,7 @@ class Documents:
         return sum(one.prefix.held_bytes for one in [*self._in_memory.values()])
 
     def fixed_bytes(self, document: Document | None = None) -> int:
-        """Returns the bytes of documents that must stay in memory.
-
-        Args:
-            document: a document in use.
-        """
+        """Returns the bytes of documents that must stay in memory."""
         if self._directory is None:
             return self.held_bytes
         return 0 if document is None else document.prefix.held_bytes
@@ -194,7 +190,6 @@ class Documents:
         """Checks the length of a text; may be called in any thread.
 
         Args:
-            text: the text, or a conversation.
             template_options: variables of the chat template.
             parse_special: whether special tokens in the text are parsed; None for the server's option.
 
@@ -224,7 +219,6 @@ class Documents:
 
         Args:
             name: id; None for one that cannot be guessed.
-            text: the text, or a conversation.
             template_options: variables of the chat template.
             parse_special: whether special tokens in the text are parsed; None for the server's option.
             full_cache: whether the text is also held in a full cache, by a document whose id ends with "-full".

@@ -26,11 +26,8 @@ class RequestError(Exception):
         """Creates an error.
 
         Args:
-            message: see the attributes, as for all arguments.
-            status: HTTP status.
             param: the field.
             code: a constant.
-            headers: further headers.
         """
         super().__init__(message)
         self.message, self.status, self.param, self.code, self.headers = message, status, param, code, headers

@@ -18,7 +18,6 @@ def report(error: Exception, what: str) -> RequestError:
     """Returns the error that a client receives; logs the traceback of one that is not the request's.
 
     Args:
-        error: an error of the library.
         what: what failed, for the log.
     """
     result = as_request_error(error)

@@ -21,11 +21,7 @@ class Metrics:
     """
 
     def __init__(self, worker: Worker) -> None:
-        """Creates metrics in a new registry.
-
-        Args:
-            worker: the worker.
-        """
+        """Creates metrics in a new registry."""
         self._registry = registry = CollectorRegistry()
         self.requests = Counter("kvjax_requests", "Finished requests", ["outcome"], registry=registry)
         self.prompt_tokens = Counter("kvjax_prompt_tokens", "Tokens of prompts and questions", registry=registry)

@@ -20,8 +20,6 @@ def json_response(values: Any, status: int = 200, headers: dict[str, str] | None
 
     Args:
         values: the values, or JSON as bytes.
-        status: HTTP status.
-        headers: further headers.
     """
     body = values if isinstance(values, bytes) else msgspec.json.encode(values)
     return Response(body, status, headers, media_type="application/json")
@@ -37,7 +35,6 @@ async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) ->
 
     Args:
         request: a request whose body was read.
-        work: the work.
 
     Returns:
         Its result.
@@ -72,8 +69,6 @@ class EventStream(StreamingResponse):
         """Creates a response.
 
         Args:
-            request: the request.
-            events: the events.
             close: called at the end.
         """
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})

@@ -321,7 +321,6 @@ class ChatRequest(_Generation, kw_only=True):
 
         Args:
             llm: the model.
-            document: the document.
 
         Raises:
             RequestError: if messages are invalid.
@@ -438,7 +437,6 @@ def with_special(cache: "CachedModel", parse_special: bool | None) -> "CachedMod
     """Returns a cache whose tokenizer parses special tokens in texts, or keeps them text.
 
     Args:
-        cache: the cache of a model.
         parse_special: whether special tokens are parsed; None for the server's option.
     """
     tokenizer = cache.llm.tokenizer

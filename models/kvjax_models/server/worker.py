@@ -165,7 +165,6 @@ class _Jobs:
         """Adds requests that compile programs.
 
         Args:
-            lengths: lengths of their prompts.
             document: the document that they continue.
             max_new_tokens: maximum number of new tokens, which decides the sizes of their rows.
             num_tokens: tokens after which they end.
@@ -544,7 +543,6 @@ def _with_limits(settings: Settings, context_length: int) -> Settings:
     """Returns settings with the maximum length of prompts.
 
     Args:
-        settings: the settings.
         context_length: context length of the model, beyond which requests are refused.
 
     Raises:
