@@ -7,6 +7,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from pallas_kernels.bisection import bisect, float_ranks
 from pallas_kernels.select_blocks.oracle import Limits, SelectedBlocks
 
+MAX_COMPARED = 2**21  # pairs of a slot and a cluster per head
+
 
 def select_by_sorting(
     scores: Float[Array, "C"], sizes: Int[Array, "C"], first_blocks: Int[Array, "C"], *, limits: Limits
@@ -126,7 +128,9 @@ def select_by_sorting_tuples(
     tokens = jnp.minimum(tokens, blocks * block_size)
 
     slot = jnp.arange(max_blocks, dtype=jnp.int32)
-    cluster = jnp.searchsorted(begin, slot, side="right", method="compare_all") - 1
+    # Comparing every slot with every cluster is one launch, a binary search several.
+    method = "compare_all" if max_blocks * clusters <= MAX_COMPARED else "scan_unrolled"
+    cluster = jnp.searchsorted(begin, slot, side="right", method=method) - 1
     place = slot - begin[cluster]
     lengths = jnp.clip(tokens[cluster] - block_size * place, 0, block_size)
     indices = jnp.where(lengths > 0, first_block[cluster] + place, 0)

@@ -163,7 +163,7 @@ def cut_clusters(clusters, order, policy):
 
     A query reads up to the budget, in at most the blocks that clusters of average size need (8 tokens of a chunk).
     """
-    tokens, block_size = policy.budget - SINKS - RECENT, policy.block_size
+    tokens, block_size = policy.budget - SINKS - RECENT, policy.block_size or 1
     blocks = -(-tokens // block_size) - (-tokens // 8) if policy.budget < 400 else 10**6
     parts = []
     for cluster in order:
@@ -233,16 +233,24 @@ def test_queries_read_clusters_in_order_up_to_the_budget(kind, policy):
 
 
 def test_the_first_two_layers_are_full():
-    policy, full = kvjax.ClusterKV(40), kvjax.Exact()
+    policy, full = kvjax.ClusterKV(40, block_size=1), kvjax.Exact()
     for layer in range(4):
         spec = dataclasses.replace(SPEC, layer=layer, layers=4)
         assert policy.for_layer(spec) == (full if layer < 2 else policy)
         assert (row_bytes(policy, spec) == row_bytes(full, spec)) == (layer < 2)
-        assert kvjax.ClusterKV(40, full_layers=0).for_layer(spec) == kvjax.ClusterKV(40, full_layers=0)
+        everywhere = dataclasses.replace(policy, full_layers=0)
+        assert everywhere.for_layer(spec) == everywhere
         host = kvjax.HostMemory(policy).for_layer(spec)
         assert host == (full if layer < 2 else kvjax.HostMemory(policy))
     # A model of at most two layers would not be compressed.
     assert policy.for_layer(SPEC) == policy == policy.for_layer(dataclasses.replace(SPEC, layers=2))
+
+
+def test_large_clusters_are_stored_in_blocks_that_kernels_read():
+    for tokens, block_size in ((1024, 1), (16384, 1), (32768, 16)):
+        spec = dataclasses.replace(SPEC, max_prompt_tokens=tokens)
+        assert kvjax.ClusterKV(1000).for_layer(spec).block_size == block_size
+        assert kvjax.ClusterKV(1000, block_size=1).for_layer(spec).block_size == 1
     choice = kvjax.PolicyChoice.parse("clusterkv:full_layers=1@40 slots")
     assert choice.make() == kvjax.ClusterKV(40, full_layers=1)
 
@@ -265,7 +273,7 @@ def test_small_clusters_are_read_up_to_the_budget(policy, min_fraction):
     (read,) = (one for one in policy.segments(cache.state, None) if isinstance(one, BlockStoreRead))
     tokens = np.asarray(read.select(jnp.asarray(make_queries())).block_lengths.sum(axis=-1))
     # The clusters of the shorter prompt are smaller than average, which matters in blocks of several tokens.
-    if policy.block_size > 1:
+    if (policy.block_size or 1) > 1:
         tokens = tokens[:1]
     budget = 60 - SINKS - RECENT
     assert tokens.max() <= budget and tokens.mean() >= min_fraction * budget

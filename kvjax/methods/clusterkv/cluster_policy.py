@@ -28,6 +28,9 @@ from kvjax.spec import CacheSpec
 from kvjax.staging import Tokens
 from kvjax.state import fault, stacked, state, static
 
+KERNEL_BLOCK = 16  # tokens of a block that kernels read without copies
+LARGE_CLUSTER = 64  # tokens of a cluster that fills such blocks well
+
 
 @state
 class ClusterState:
@@ -63,7 +66,8 @@ class ClusterPolicy(Policy[ClusterState]):
         chunk_tokens: later tokens that are clustered together; None: later tokens are never clustered and always read.
         chunk_clusters: clusters per chunk.
         block_size: tokens per block of the store. A cluster's last block may be partly empty. 1 reads exactly the
-            budget, token by token; kernels read multiples of 16 without copies.
+            budget, token by token; kernels read multiples of 16 without copies. None: 16 if the clusters of a prompt
+            have 64 tokens or more on average, and 1 for smaller ones, whose blocks would be half empty.
         compact_every: tokens between compactions; at most `chunk_tokens`.
     """
 
@@ -72,7 +76,7 @@ class ClusterPolicy(Policy[ClusterState]):
     recent: int = 0
     chunk_tokens: int | None = 320
     chunk_clusters: int = 4
-    block_size: int = 1
+    block_size: int | None = None
     compact_every: int = 64
 
     is_retrieval = True
@@ -140,17 +144,29 @@ class ClusterPolicy(Policy[ClusterState]):
         """Tokens of clusters that a query reads."""
         return self.budget - self.sinks - self.recent
 
+    def for_layer(self, spec: CacheSpec) -> Policy:
+        """Returns the policy with the size of its blocks."""
+        if self.block_size is not None:
+            return self
+        tokens = max(spec.max_prompt_tokens - self.sinks - self.recent, 0)
+        has_large_clusters = tokens >= LARGE_CLUSTER * self.num_clusters(tokens) > 0
+        return dataclasses.replace(self, block_size=KERNEL_BLOCK if has_large_clusters else 1)
+
+    @property
+    def _tokens_per_block(self) -> int:
+        return self.block_size or 1
+
     def init(self, spec: CacheSpec, row_keys: Key[Array, "B"]) -> ClusterState:
         """Returns an empty window and an empty store for `spec`."""
         tokens, later = max(spec.max_prompt_tokens - self.sinks - self.recent, 0), spec.max_new_tokens + self.recent
         prompt_clusters = int(self.num_clusters(tokens))
         cluster_tokens = max(-(-tokens // max(prompt_clusters, 1)), 1)
-        prompt_blocks = max_blocks(tokens, prompt_clusters, self.block_size)
+        prompt_blocks = max_blocks(tokens, prompt_clusters, self._tokens_per_block)
         chunks = chunk_tokens = 0
         if self.chunk_tokens is not None:
             chunks, chunk_tokens = later // self.chunk_tokens, self.chunk_tokens
             cluster_tokens = min(cluster_tokens, max(chunk_tokens // self.chunk_clusters, 1))
-        blocks = prompt_blocks + chunks * max_blocks(chunk_tokens, self.chunk_clusters, self.block_size)
+        blocks = prompt_blocks + chunks * max_blocks(chunk_tokens, self.chunk_clusters, self._tokens_per_block)
         count = prompt_clusters + chunks * self.chunk_clusters
         # Tokens wait until a chunk is full; the compaction that fills it can bring up to `compact_every` at once.
         max_pending = min(later, chunk_tokens - 1 + self.compact_every) if chunks else later
@@ -158,7 +174,7 @@ class ClusterPolicy(Policy[ClusterState]):
         def init_head(_: Key[Array, ""]) -> tuple[BlockStore, Clusters]:
             value_dim = spec.value_width if self.has_residual else None
             clusters = init_clusters(count, spec.head_dim, value_dim, spec.dtype)
-            return init_block_store(spec, blocks, self.block_size), clusters
+            return init_block_store(spec, blocks, self._tokens_per_block), clusters
 
         keys = stream_keys(row_keys, spec.kv_heads)
         store, clusters = per_head(init_head)(keys)
@@ -238,7 +254,7 @@ class ClusterPolicy(Policy[ClusterState]):
     ) -> tuple[BlockStore, Clusters]:
         """Clusters the first chunk of every row in which it is full; a compaction completes at most one."""
         chunk_tokens, count = keys.shape[3], self.chunk_clusters
-        blocks = max_blocks(chunk_tokens, count, self.block_size)
+        blocks = max_blocks(chunk_tokens, count, self._tokens_per_block)
         # Most compactions fill no chunk in any row, and then skip k-means.
         any_full = jnp.any(full[:, 0])
 
@@ -273,11 +289,11 @@ class ClusterPolicy(Policy[ClusterState]):
     def _select(self, state: ClusterState, query: Float[Array, "B 1 H_q D"]) -> BlockSelection:
         """Selects clusters for one query of every row; all blocks if the budget is as large as the store."""
         tokens, blocks = self.max_tokens, num_blocks(state.store)
-        average = max_selected_blocks(tokens, state.cluster_tokens, self.block_size)
+        average = max_selected_blocks(tokens, state.cluster_tokens, self._tokens_per_block)
         return self.select(
             state.clusters,
             query,
             max_tokens=tokens,
             max_blocks=blocks if tokens >= state.capacity else min(blocks, average),
-            block_size=self.block_size,
+            block_size=self._tokens_per_block,
         )

@@ -59,8 +59,10 @@ class ClusterKV(ClusterPolicy):
         iterations: maximum number of iterations of k-means (20 in the released code; the paper iterates to
             convergence).
         full_layers: first layers that are not compressed (2; section V), in models with more layers than that.
-        block_size: tokens per block of the store (1 reads the paper's tokens; kernels read multiples of 16 without
-            copies, and a cluster's last block may then be partly empty).
+        block_size: tokens per block of the store. 1 reads the paper's tokens. Kernels read multiples of 16 without
+            copies; a cluster's last block may then be partly empty, and a query reads at most as many blocks as
+            clusters of average size need. None (kvjax's rule): 16 if the clusters of a prompt have 64 tokens or more on
+            average (from 25,600 tokens on), otherwise 1.
         compact_every: tokens between compactions; at most `chunk_tokens` (kvjax's staging).
 
     Reference:
@@ -78,8 +80,8 @@ class ClusterKV(ClusterPolicy):
         check_min(0, full_layers=self.full_layers)
 
     def for_layer(self, spec: CacheSpec) -> Policy:
-        """Returns `Exact` in the first layers, otherwise this policy."""
-        return Exact(self.compact_every) if spec.layer < self.full_layers < spec.layers else self
+        """Returns `Exact` in the first layers, otherwise this policy with the size of its blocks."""
+        return Exact(self.compact_every) if spec.layer < self.full_layers < spec.layers else super().for_layer(spec)
 
     def num_clusters(self, tokens: Any) -> Any:
         """Returns the number of clusters of a prompt of `tokens` tokens, an int or an array."""
