@@ -40,16 +40,6 @@ def checkpoint(tmp_path_factory):
     return directory
 
 
-@pytest.fixture
-def directory(checkpoint, tmp_path):
-    """A copy of the checkpoint that the test changes."""
-    return shutil.copytree(checkpoint, tmp_path / "model")
-
-
-def change_json(path, **changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def damage_file(directory, rng):
     """Damages or removes a file."""
     path = rng.choice(sorted(path for path in directory.iterdir() if path.name[0] != "."))
@@ -66,20 +56,18 @@ def is_refused(directory, case):
         with time_limit():
             llm = language_model.load(directory)
             ids = llm.encode(TEXT)
-            assert len(llm.tokenizer.decode(ids)) <= 1000 * len(TEXT), case
-            chat = llm.tokenizer.render_chat(MESSAGES) if llm.tokenizer.chat_template else ""
+            assert len(llm.tokenizer.decode(ids)) <= 1000 * len(TEXT)
+            if llm.tokenizer.chat_template:
+                llm.tokenizer.render_chat(MESSAGES)
             if llm.model.config != CONFIG:  # accepted values must also work
                 llm.generate(TEXT, max_new_tokens=2)
     except (ValueError, OSError, TypeError) as error:
-        message = str(error)
         names = [*(path.name for path in directory.iterdir()), directory.name, "chat template", "tokenizer"]
-        assert any(name in message for name in names), (case, message)
-        assert len(message) < 30_000, case
+        assert any(name in str(error) for name in names) and len(str(error)) < 30_000, (case, str(error))
         return True
     except AssertionError:
         raise AssertionError(f"{case}: too slow, or the text too long") from None
     assert all(0 <= token < CONFIG.vocab_size for token in ids), case
-    assert isinstance(chat, str), case
     return False
 
 
@@ -94,30 +82,33 @@ def test_damaged_directories(cases, checkpoint, tmp_path):
     assert num_refused > cases / 4  # most cases are damage
 
 
+SPLIT = {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
 UNKNOWN_TOKEN = [{"SpecialToken": {"id": "no", "type_id": 0}}]
-REFUSED = {  # changed values of a file, and the error
-    "config.json": [({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5'"), ({"num_hidden_layers": 3}, "missing: ")],
-    "generation_config.json": [
-        ({"eos_token_id": [264]}, "end-of-text token 264 exceeds the model's vocabulary of 264 tokens"),
-        ({"eos_token_id": -1}, "eos_token_id=-1"),
-        ({"eos_token_id": "2"}, "eos_token_id='2'"),
-        ({"eos_token_id": True}, "eos_token_id=True"),
-        ({"eos_token_id": {}}, "eos_token_id"),
-    ],
-    "tokenizer.json": [
-        ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}},
-         "tokenizer"),
-        ({"post_processor": {"type": "TemplateProcessing", "single": UNKNOWN_TOKEN, "pair": UNKNOWN_TOKEN,
-                             "special_tokens": {}}}, "tokenizer"),
-    ],
-}  # fmt: skip
+PROCESSOR = {"type": "TemplateProcessing", "single": UNKNOWN_TOKEN, "pair": UNKNOWN_TOKEN, "special_tokens": {}}
 
 
-@pytest.mark.parametrize("name, change, message", [(name, *case) for name in REFUSED for case in REFUSED[name]])
-def test_invalid_files_are_refused(name, change, message, directory):
-    if name == "tokenizer.json":
-        change_json(directory / "tokenizer_config.json", add_bos_token=None)
-    change_json(directory / name, **change)
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("config.json", {"num_hidden_layers": 3}, "missing: "),
+        (
+            "generation_config.json",
+            {"eos_token_id": [264]},
+            "end-of-text token 264 exceeds .* vocabulary of 264 tokens",
+        ),
+        ("generation_config.json", {"eos_token_id": -1}, "eos_token_id=-1"),
+        ("generation_config.json", {"eos_token_id": "2"}, "eos_token_id='2'"),
+        ("generation_config.json", {"eos_token_id": True}, "eos_token_id=True"),
+        ("generation_config.json", {"eos_token_id": {}}, "eos_token_id"),
+        ("tokenizer.json", {"pre_tokenizer": SPLIT}, "tokenizer"),
+        ("tokenizer.json", {"post_processor": PROCESSOR}, "tokenizer"),
+    ],
+)
+def test_invalid_files_are_refused(name, change, message, checkpoint, tmp_path):
+    directory = shutil.copytree(checkpoint, tmp_path / "model")
+    changes = {name: change} | ({"tokenizer_config.json": {"add_bos_token": None}} if name == "tokenizer.json" else {})
+    for file, values in changes.items():
+        (directory / file).write_text(json.dumps(json.loads((directory / file).read_text()) | values))
     with pytest.raises(ValueError, match=message) as error:
         language_model.load(directory)
     assert str(directory) in str(error.value) or "the post_processor of tokenizer.json" in str(error.value)
@@ -153,25 +144,19 @@ def test_a_panic_of_a_tokenizer_is_an_error():
         tokenizer.decode([1])
 
 
-# --- Chat templates ---
-
-INVALID_TEMPLATES = {
-    "recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "division": "{{ 1 / 0 }}",
-    "attributes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "calls": "{{ cycler.__init__.__globals__.os.system('true') }}",
-    "mutation": "{{ messages.append(1) }}",
-    "include": "{% include '/etc/passwd' %}",
-    "syntax": "{% for %}",
-    "undefined": "{{ nothing.there.at.all }}",
-}
-
-
-@pytest.mark.parametrize("name", INVALID_TEMPLATES)
-def test_invalid_templates(name):
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ 1 / 0 }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ messages.append(1) }}",
+        "{% include '/etc/passwd' %}",
+        "{% for %}",
+        "{{ nothing.there.at.all }}",
+    ],
+)
+def test_templates_that_fail_or_leave_their_sandbox_are_refused(template):
     with pytest.raises(ValueError, match="the chat template refuses these messages: "):
-        chat_template.render(INVALID_TEMPLATES[name], MESSAGES, {"add_generation_prompt": True})
-
-
-def test_messages():
-    assert chat_template.render("{{ messages[0].content }}", [{"content": "é\n日本 😀"}]) == "é\n日本 😀"
+        chat_template.render(template, MESSAGES, {"add_generation_prompt": True})
