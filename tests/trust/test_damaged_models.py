@@ -5,19 +5,15 @@ import random
 import shutil
 
 import pytest
-import tokenizers
-from flax import nnx
-from tokenizers import decoders, models, pre_tokenizers
 
 from kvjax_models import language_model
 from kvjax_models.formats import chat_template
 from kvjax_models.formats.tokenizer import Tokenizer
-from kvjax_models.model.llama import Llama
-from tests.models.huggingface_files import save_model
-from tests.models.support import damage_bytes, memory_limit, small_config, time_limit
+from tests.models import tiny
+from tests.models.support import damage_bytes, memory_limit, time_limit
 
-CONFIG = small_config(vocab_size=264, width=8, mlp_width=8, head_dim=4, max_length=64)
-TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+SIZES = {"width": 8, "mlp_width": 8, "layers": 1, "query_heads": 2, "kv_heads": 1, "head_dim": 4, "max_length": 64}
+CONFIG = tiny.make_config(**SIZES)
 MESSAGES = [{"role": "user", "content": "Hello"}]
 TEXT = "the cat sat"
 
@@ -25,18 +21,9 @@ TEXT = "the cat sat"
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A small model with all files that are read."""
-    directory = tmp_path_factory.mktemp("checkpoint")
-    save_model(directory, Llama(CONFIG, rngs=nnx.Rngs(0)), bos_token_id=256, eos_token_id=257)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE({token: number for number, token in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>"])
-    backend.save(str(directory / "tokenizer.json"))
-    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": TEMPLATE}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    (directory / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [257]}))
+    directory = tiny.write(tmp_path_factory.mktemp("checkpoint"), template=tiny.TEMPLATE, **SIZES)
+    (directory / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": tiny.BOS}}))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [97]}))
     return directory
 
 
@@ -93,8 +80,8 @@ PROCESSOR = {"type": "TemplateProcessing", "single": UNKNOWN_TOKEN, "pair": UNKN
         ("config.json", {"num_hidden_layers": 3}, "missing: "),
         (
             "generation_config.json",
-            {"eos_token_id": [264]},
-            "end-of-text token 264 exceeds .* vocabulary of 264 tokens",
+            {"eos_token_id": [98]},
+            "end-of-text token 98 exceeds .* vocabulary of 98 tokens",
         ),
         ("generation_config.json", {"eos_token_id": -1}, "eos_token_id=-1"),
         ("generation_config.json", {"eos_token_id": "2"}, "eos_token_id='2'"),
@@ -106,9 +93,7 @@ PROCESSOR = {"type": "TemplateProcessing", "single": UNKNOWN_TOKEN, "pair": UNKN
 )
 def test_invalid_files_are_refused(name, change, message, checkpoint, tmp_path):
     directory = shutil.copytree(checkpoint, tmp_path / "model")
-    changes = {name: change} | ({"tokenizer_config.json": {"add_bos_token": None}} if name == "tokenizer.json" else {})
-    for file, values in changes.items():
-        (directory / file).write_text(json.dumps(json.loads((directory / file).read_text()) | values))
+    (directory / name).write_text(json.dumps(json.loads((directory / name).read_text()) | change))
     with pytest.raises(ValueError, match=message) as error:
         language_model.load(directory)
     assert str(directory) in str(error.value) or "the post_processor of tokenizer.json" in str(error.value)

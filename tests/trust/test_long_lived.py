@@ -102,24 +102,3 @@ def test_programs_are_freed_near_the_limit_of_memory_maps(monkeypatch):
     gc.collect()
     assert decode_program._cache_size() == 0 and compile_cache.num_memory_maps() < num_maps
     assert len(generate(make_model(), EXACT, [[1, 2, 3]], max_new_tokens=2)[0][0]) == 2
-
-
-@pytest.mark.heavy
-def test_a_thousand_generations_of_a_hundred_lengths(num_compiled):
-    """With four policies in turn, the second half needs no more memory maps or programs than the first."""
-    jax.clear_caches()  # memory maps of earlier tests would decide when programs are freed
-    rng, model = np.random.default_rng(0), make_model(1024)
-    policies = [EXACT, kvjax.Uniform(16, **WINDOW), kvjax.StreamingLLM(16, sinks=2, compact_every=8)]
-    policies.append(kvjax.SubGenMean(16, **WINDOW))
-    lengths = rng.permutation(600)[:100] + 1
-    maps, programs = [], []
-    for number in range(1000):
-        prompt = rng.integers(0, 32, int(lengths[number // 4 % 100])).tolist()
-        rows, _ = generate(model, policies[number % 4], [prompt], max_new_tokens=4)
-        assert len(rows[0]) == 4
-        maps.append(compile_cache.num_memory_maps())
-        programs.append(num_compiled())
-    assert max(maps) < 0.75 * (compile_cache.max_memory_maps() or np.inf)
-    assert max(maps[500:]) <= 1.05 * max(maps[:500])
-    # At most one program per size and policy; freed ones are compiled once more.
-    assert programs[-1] <= 2 * programs[499]

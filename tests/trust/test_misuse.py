@@ -18,7 +18,7 @@ import kvjax
 from kvjax_models.model.llama import Llama
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.sampling import Sampling, row_sampling, sample
-from tests.kvjax.support import BATCH, HEAD_DIM, LENGTHS, POLICIES, each, make_spec
+from tests.kvjax.support import BATCH, HEAD_DIM, LENGTHS, POLICIES, begin, each, make_spec, row_keys
 from tests.kvjax.support import ON_A_MESH as ANY_VALUES
 from tests.models.loops import decode, decode_all, generate
 from tests.models.support import small_config
@@ -39,7 +39,7 @@ def make_generator(policy=None, **options):
 
 def exact_state(batch=BATCH):
     """Returns an empty cache and its counters."""
-    return kvjax.init(kvjax.Exact(compact_every=8), make_spec(batch=batch), jax.random.split(jax.random.key(0), batch))
+    return kvjax.init(kvjax.Exact(compact_every=8), make_spec(batch=batch), row_keys(batch))
 
 
 def with_overflow(counters, overflow):
@@ -49,47 +49,34 @@ def with_overflow(counters, overflow):
 # --- Padding and flags of JAX ---
 
 
-def make_blocks(seed=0, tokens=40):
+append, step, compact = jax.jit(kvjax.append), jax.jit(kvjax.step), jax.jit(kvjax.compact)
+
+
+def make_blocks():
     """Returns queries, keys and values of prompts and of two blocks of new tokens."""
-    rng = np.random.default_rng(seed)
-    return [
-        tuple(rng.normal(size=(BATCH, count, heads, HEAD_DIM)).astype(np.float32) for heads in (4, 2, 2))
-        for count in (tokens, 8, 8)
-    ]
-
-
-@functools.partial(jax.jit, static_argnames=("policy",))
-def run_policy(policy, keys, queries, values, lengths, blocks, counts):
-    """Returns the outputs of every block, and the cache with its counters."""
-    cache, counters = kvjax.init(policy, make_spec(), jax.random.split(jax.random.key(1), BATCH))
-    prompt_queries = kvjax.prompt_queries(cache.policy, queries)
-    cache, counters, _ = kvjax.prefill(cache, counters, keys, values, lengths, queries=prompt_queries)
-    outputs = []
-    for block, count in zip(blocks, counts, strict=True):
-        output, cache, counters = kvjax.step(cache, counters, *block, count)
-        outputs.append(output)
-        cache, counters = kvjax.compact(cache, counters)
-    return outputs, (cache, counters)
+    rng, shapes = np.random.default_rng(0), ((BATCH, 40), (BATCH, 8), (BATCH, 8))
+    return [[rng.normal(size=(*shape, heads, HEAD_DIM)).astype(np.float32) for heads in (4, 2, 2)] for shape in shapes]
 
 
 @pytest.mark.parametrize("name", each(POLICIES, quick=["uniform", "snapkv"]))
 def test_padding_has_no_effect(name):
     """Outputs are bitwise equal for any padding of prompts and of blocks."""
     policy = ANY_VALUES.get(name, POLICIES[name])
-    (queries, keys, values), *blocks = make_blocks()
-    lengths, counts = np.array(LENGTHS, np.int32), np.array([[8, 0, 3], [2, 8, 0]], np.int32)
-    mask = np.arange(40) < lengths[:, None]
-    block_masks = [np.arange(8) < count[:, None] for count in counts]
+    lengths = (40, LENGTHS), (8, [8, 0, 3]), (8, [2, 8, 0])
+    masks = [np.arange(size) < np.array(counts)[:, None] for size, counts in lengths]
 
     def run(padding):
-        def pad(x, mask):
-            return np.where(mask[:, :, None, None], x, np.float32(padding))
-
-        prompt = pad(keys, mask), pad(queries, mask[:, ::-1]), pad(values, mask)  # queries are aligned on the right
-        padded = [tuple(pad(x, mask) for x in block) for block, mask in zip(blocks, block_masks, strict=True)]
-        outputs, state = run_policy(policy, *prompt, lengths, padded, list(counts))
+        (queries, keys, values), *blocks = (
+            [np.where(mask[..., None, None], x, np.float32(padding)) for x in block]
+            for block, mask in zip(make_blocks(), masks, strict=True)
+        )
+        state, outputs = begin(policy, make_spec(), row_keys(), keys, values, queries, LENGTHS), []
+        for block, mask in zip(blocks, masks[1:], strict=True):
+            output, *state = step(*state, *block, jnp.asarray(mask.sum(axis=1)))
+            outputs.append(np.asarray(output)[mask])
+            state = compact(*state)
         kvjax.raise_faults(state)
-        return [np.asarray(output)[mask] for output, mask in zip(outputs, block_masks, strict=True)]
+        return outputs
 
     expected = run(0.0)
     for padding in (np.nan, np.inf, 3e38):
@@ -99,7 +86,7 @@ def test_padding_has_no_effect(name):
 def run_eagerly(policy):
     """Calls every function of a cache without jit; returns outputs, numbers of tokens, read bytes and the state."""
     (queries, keys, values), block, _ = make_blocks()
-    cache, counters = kvjax.init(policy, make_spec(), jax.random.split(jax.random.key(1), BATCH))
+    cache, counters = kvjax.init(policy, make_spec(), row_keys())
     prompt = keys, values, np.array(LENGTHS), kvjax.prompt_queries(cache.policy, queries)
     *state, _ = kvjax.prefill(cache, counters, *prompt)
     output, *state = kvjax.step(*state, *block, np.array([8, 0, 3]))
@@ -130,9 +117,6 @@ def test_sizes_may_be_numpy_integers():
     sizes = {name: np.uint8(size) for name, size in sizes.items()}
     spec = kvjax.CacheSpec(**sizes, max_new_tokens=np.uint8(200), rope_frequencies=np.full(4, 0.5, np.float32))
     assert spec == expected and hash(spec) == hash(expected) and spec.capacity == expected.capacity == 400
-
-
-append = jax.jit(kvjax.append)
 
 
 @settings(max_examples=40, deadline=None)
