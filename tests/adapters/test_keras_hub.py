@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax_models.formats import huggingface
 from kvjax_models.runner.generator import Generator
-from tests.adapters.policies import POLICIES, every_policy, run_page
+from tests.adapters.policies import KVGRAD, KVZAP, KVZIP, POLICIES, run_page
 from tests.models import tiny
 from tests.models.loops import decode_all
 
@@ -100,19 +100,17 @@ def test_exact_equals_the_cache_of_keras_hub(family):
     np.testing.assert_array_equal(generate(model, inputs), expected)
 
 
-@every_policy
+SUPPORTED = POLICIES | {"kvzip": KVZIP}
+
+
+@pytest.mark.parametrize("policy", SUPPORTED)
 def test_every_policy_equals_the_model_of_kvjax(policy, models):
     (model, own_model, _), inputs = models, make_inputs([PROMPT_TOKENS] * 2)
-    adapter.compress(model, POLICIES[policy])
-    refusals = {"kvgrad": "KVgrad weighs a repetition of the prompt", "kvzap": "KVzap needs predicted scores"}
-    if policy in refusals:
-        with pytest.raises(ValueError, match=refusals[policy]):
-            generate(model, inputs)
-        return
+    adapter.compress(model, SUPPORTED[policy])
     tokens = generate(model, inputs)
     spec = adapter.init_caches(model, 2, PROMPT_TOKENS, MAX_LENGTH)[0][0].spec
     sizes = {"max_prompt_tokens": spec.max_prompt_tokens, "max_new_tokens": spec.max_new_tokens}
-    generator = Generator(own_model, POLICIES[policy], batch=2, **sizes)
+    generator = Generator(own_model, SUPPORTED[policy], batch=2, **sizes)
     prompts = inputs["token_ids"][:, :PROMPT_TOKENS].tolist()
     rows, _ = decode_all(generator, generator.prefill(generator.init_state(), prompts), MAX_LENGTH - PROMPT_TOKENS)
     assert tokens[:, PROMPT_TOKENS:].tolist() == rows
@@ -172,7 +170,10 @@ def test_unsupported_models_and_inputs_are_refused(models):
     value = backbone.transformer_layers[1]._self_attention_layer._value_dense
     value.set_weights([np.full_like(weight, np.nan) for weight in value.get_weights()])
     faulty = adapter.compress(attach(backbone, "Llama3"), "exact")
+    kvzap, kvgrad = (adapter.compress(attach(models[0].backbone, "Llama3"), policy) for policy in (KVZAP, KVGRAD))
     for call, message in (
+        (lambda: generate(kvzap, make_inputs([PROMPT_TOKENS])), "KVzap needs predicted scores"),
+        (lambda: generate(kvgrad, make_inputs([PROMPT_TOKENS])), "KVgrad weighs a repetition of the prompt"),
         (lambda: adapter.compress(other, "exact"), r"GPT2CausalLM has attention layers .* not supported; .*: Llama"),
         (lambda: adapter.compress(model, "snapkv"), "policy snapkv needs a budget"),
         (lambda: adapter.init_caches(model, 1, 8, 16), "the model is not compressed"),

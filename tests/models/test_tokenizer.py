@@ -348,13 +348,10 @@ def test_a_message_that_the_template_omits_is_refused():
         dataclasses.replace(tokenizer, chat_template=strict.replace("%s", "1")).render_chat(messages[:1])
 
 
-@pytest.mark.parametrize("refused", [False, True])
-def test_the_time_to_render_is_linear_in_the_messages(refused):
+def test_the_time_to_render_is_linear_in_the_messages():
     """Also if the template refuses the texts with which the contents are tested."""
-    guard = "{% if m.content[:1] != 'a' %}{{ raise_exception('no') }}{% endif %}" if refused else ""
-    template = (
-        f"{{% for m in messages %}}{guard}{{% if m.role == 'user' %}}{{{{ m.content }}}}\n{{% endif %}}{{% endfor %}}"
-    )
+    template = "{% for m in messages %}{% if m.content[:1] != 'a' %}{{ raise_exception('no') }}{% endif %}"
+    template += "{% if m.role == 'user' %}{{ m.content }}\n{% endif %}{% endfor %}"
     tokenizer = dataclasses.replace(OPTIONS_TOKENIZER, chat_template=template)
     messages = [{"role": "user", "content": f"a{number}"} for number in range(100_000)]
     with time_limit(60):
