@@ -138,7 +138,7 @@ def linen_weights():
     return {name: (params[name]["kernel"], params[name]["bias"]) for name in PROJECTIONS}
 
 
-@pytest.mark.parametrize("policy", each(POLICIES, ("clusterkv", "snapkv")))
+@pytest.mark.parametrize("policy", each(POLICIES, ("uniform", "snapkv")))
 @every_host
 def test_every_policy_equals_the_functions_of_kvjax(host, policy, inputs):
     run, run_flax = HOSTS[host]

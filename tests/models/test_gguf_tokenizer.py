@@ -59,7 +59,7 @@ def test_any_text_survives_bytes(tokenizer, text):
 
 def test_special_tokens_and_template_come_from_the_file(tokenizer):
     end = tokenizer.backend.token_to_id("<|end|>")
-    assert (tokenizer.prefix_ids, tokenizer.eos_ids) == ((), (end,)) and end in tokenizer.special_ids
+    assert (tokenizer.prefix_ids, tokenizer.eos_ids) == ((), (end,)) and tokenizer.special_ids == {end}
     names = {"sep_token": BYTES[0], "mask_token": BYTES[1], "cls_token": BYTES[2], "pad_token": BYTES[3]}
     assert tokenizer.special_tokens == names | {"eos_token": "<|end|>"}
     assert tokenizer.chat_template == "{{ bos_token }}"

@@ -147,7 +147,6 @@ QUESTIONS = [f"question {number * number} of {letter}" for number, letter in enu
     [
         ("gated delta", "exact", None),
         ("gated delta", "snapkv", 64),
-        ("short convolution", "exact", None),
         ("short convolution", "kvzip", 64),
     ],
 )
