@@ -139,6 +139,7 @@ def test_missing_keys_are_listed():
          "linear_attention.* supported: full_attention, conv"),
         (GEMMA4 | {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input"),
         (GEMMA4 | {"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
+        (GEMMA4 | {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config"),
         (GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         (GEMMA4_EXPERTS, "moe_intermediate_size=None must be"),
     ],
