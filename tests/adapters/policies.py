@@ -9,13 +9,14 @@ import kvjax
 from kvjax.registry import POLICIES as REGISTERED
 from tests.kvjax.support import ON_A_MESH
 
+# Policies that read a prompt twice or need predicted scores; only keras-hub's adapter can run KVzip.
+KVZIP, KVGRAD, KVZAP = (
+    policy_class(20, sinks=2, compact_every=8) for policy_class in (kvjax.KVzip, kvjax.KVgrad, kvjax.KVzap)
+)
 _BY_CLASS = {type(policy): policy for name, policy in ON_A_MESH.items() if "reindexed" not in name}
-REPEATING = {"kvzip": kvjax.KVzip(20, sinks=2, compact_every=8), "kvgrad": kvjax.KVgrad(20, sinks=2, compact_every=8)}
-REFUSED = REPEATING | {"kvzap": kvjax.KVzap(20, sinks=2, compact_every=8)}  # by adapters
-REFUSAL = "needs (a second pass over the prompt|predicted scores of the prompt's tokens)"
-_BY_CLASS |= {type(policy): policy for policy in REFUSED.values()}
-POLICIES = {name: _BY_CLASS[policy_class] for name, policy_class in REGISTERED.items()}
+POLICIES = {name: _BY_CLASS[policy_class] for name, policy_class in REGISTERED.items() if policy_class in _BY_CLASS}
 POLICIES["streaming_llm:reindex"] = ON_A_MESH["streaming_llm_reindexed"]
+assert len(POLICIES) + 3 == len(REGISTERED) + 1
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 
 

@@ -10,7 +10,7 @@ from flax import nnx
 import kvjax
 from kvjax_models.adapters.linen import KVCache as LinenCache
 from kvjax_models.adapters.nnx import KVCache as NnxCache
-from tests.adapters.policies import POLICIES, REFUSAL, REFUSED
+from tests.adapters.policies import KVGRAD, KVZAP, KVZIP, POLICIES
 from tests.kvjax.support import each
 
 BATCH, PROMPT, NEW, WIDTH, DIM = 2, 24, 20, 32, 16
@@ -138,17 +138,21 @@ def linen_weights():
     return {name: (params[name]["kernel"], params[name]["bias"]) for name in PROJECTIONS}
 
 
-@pytest.mark.parametrize("policy", each(POLICIES, ("clusterkv", "snapkv")))
+@pytest.mark.parametrize("policy", each(POLICIES, ("uniform", "snapkv")))
 @every_host
 def test_every_policy_equals_the_functions_of_kvjax(host, policy, inputs):
     run, run_flax = HOSTS[host]
-    if policy in REFUSED:
-        with pytest.raises(ValueError, match=REFUSAL):
-            run(POLICIES[policy], *inputs)
-        return
     on_prompt, on_new, cache = run(POLICIES[policy], *inputs, LENGTHS)
     weights = nnx_weights() if host == "nnx" else linen_weights()
     expected = run_kvjax(POLICIES[policy], make_spec(2 if host == "nnx" else 4), weights, *inputs)
     np.testing.assert_allclose(on_new, expected, atol=2e-5)
     np.testing.assert_allclose(on_prompt[0], run_flax(inputs[0])[0], atol=2e-5)  # attention of the prompt is exact
     kvjax.raise_faults(cache.cache.get_value() if host == "nnx" else cache)
+
+
+@every_host
+@pytest.mark.parametrize("policy", [KVZIP, KVGRAD, KVZAP], ids=lambda policy: type(policy).__name__)
+def test_policies_that_need_more_than_one_pass_are_refused(host, policy, inputs):
+    message = "needs (a second pass over the prompt|predicted scores of the prompt's tokens)"
+    with pytest.raises(ValueError, match=message):
+        HOSTS[host][0](policy, *inputs)

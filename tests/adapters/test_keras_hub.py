@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax_models.formats import huggingface
 from kvjax_models.runner.generator import Generator
-from tests.adapters.policies import POLICIES, every_policy, run_page
+from tests.adapters.policies import KVGRAD, KVZAP, KVZIP, POLICIES, run_page
 from tests.models import tiny
 from tests.models.loops import decode_all
 
@@ -100,19 +100,17 @@ def test_exact_equals_the_cache_of_keras_hub(family):
     np.testing.assert_array_equal(generate(model, inputs), expected)
 
 
-@every_policy
+SUPPORTED = POLICIES | {"kvzip": KVZIP}
+
+
+@pytest.mark.parametrize("policy", SUPPORTED)
 def test_every_policy_equals_the_model_of_kvjax(policy, models):
     (model, own_model, _), inputs = models, make_inputs([PROMPT_TOKENS] * 2)
-    adapter.compress(model, POLICIES[policy])
-    refusals = {"kvgrad": "KVgrad weighs a repetition of the prompt", "kvzap": "KVzap needs predicted scores"}
-    if policy in refusals:
-        with pytest.raises(ValueError, match=refusals[policy]):
-            generate(model, inputs)
-        return
+    adapter.compress(model, SUPPORTED[policy])
     tokens = generate(model, inputs)
     spec = adapter.init_caches(model, 2, PROMPT_TOKENS, MAX_LENGTH)[0][0].spec
     sizes = {"max_prompt_tokens": spec.max_prompt_tokens, "max_new_tokens": spec.max_new_tokens}
-    generator = Generator(own_model, POLICIES[policy], batch=2, **sizes)
+    generator = Generator(own_model, SUPPORTED[policy], batch=2, **sizes)
     prompts = inputs["token_ids"][:, :PROMPT_TOKENS].tolist()
     rows, _ = decode_all(generator, generator.prefill(generator.init_state(), prompts), MAX_LENGTH - PROMPT_TOKENS)
     assert tokens[:, PROMPT_TOKENS:].tolist() == rows
@@ -162,29 +160,28 @@ def test_memory_falls_to_the_budget(models):
     assert kvjax.cache_bytes(adapter.init_caches(quantized, **sizes)).device < 0.35 * own_bytes
 
 
-def test_unsupported_models_and_inputs(models):
+def test_unsupported_models_and_inputs_are_refused(models):
     gpt = keras_hub.models.GPT2Backbone(VOCAB, num_layers=1, num_heads=2, hidden_dim=8, intermediate_dim=8)
-    model = keras_hub.models.GPT2CausalLM(backbone=gpt, preprocessor=None)
-    with pytest.raises(ValueError, match=r"GPT2CausalLM has attention layers .* not supported; supported: Llama"):
-        adapter.compress(model, "exact")
+    other = keras_hub.models.GPT2CausalLM(backbone=gpt, preprocessor=None)
     model = attach(models[0].backbone, "Llama3")
-    with pytest.raises(ValueError, match="policy snapkv needs a budget"):
-        adapter.compress(model, "snapkv")
-    with pytest.raises(ValueError, match="the model is not compressed"):
-        adapter.init_caches(model, 1, 8, 16)
-    adapter.compress(model, "exact")
-    with pytest.raises(ValueError, match="padding must follow them"):
-        generate(model, {"token_ids": np.ones((1, 8), np.int32), "padding_mask": np.arange(8)[None] > 3})
-
-
-def test_faults_are_errors(models):
+    compressed = adapter.compress(attach(models[0].backbone, "Llama3"), "exact")
+    padded_first = {"token_ids": np.ones((1, 8), np.int32), "padding_mask": np.arange(8)[None] > 3}
     backbone = keras_hub.models.Backbone.from_preset(str(models[2]))
-    model = attach(backbone, "Llama3")
     value = backbone.transformer_layers[1]._self_attention_layer._value_dense
     value.set_weights([np.full_like(weight, np.nan) for weight in value.get_weights()])
-    adapter.compress(model, "exact")
-    with pytest.raises(ValueError, match=r"caches of rows \[0\] have NaN or infinite entries"):
-        generate(model, make_inputs([PROMPT_TOKENS]))
+    faulty = adapter.compress(attach(backbone, "Llama3"), "exact")
+    kvzap, kvgrad = (adapter.compress(attach(models[0].backbone, "Llama3"), policy) for policy in (KVZAP, KVGRAD))
+    for call, message in (
+        (lambda: generate(kvzap, make_inputs([PROMPT_TOKENS])), "KVzap needs predicted scores"),
+        (lambda: generate(kvgrad, make_inputs([PROMPT_TOKENS])), "KVgrad weighs a repetition of the prompt"),
+        (lambda: adapter.compress(other, "exact"), r"GPT2CausalLM has attention layers .* not supported; .*: Llama"),
+        (lambda: adapter.compress(model, "snapkv"), "policy snapkv needs a budget"),
+        (lambda: adapter.init_caches(model, 1, 8, 16), "the model is not compressed"),
+        (lambda: generate(compressed, padded_first), "padding must follow them"),
+        (lambda: generate(faulty, make_inputs([PROMPT_TOKENS])), r"caches of rows \[0\] have NaN or infinite entries"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_page(models, monkeypatch):

@@ -57,14 +57,14 @@ WRONG_FEATURES = {
     "smollm3": [{"no_rope_layers": [1, 1]}],
     "ministral3": [
         {"sliding_window": None},
-        {"rope_parameters": families.MINISTRAL3.values["rope_parameters"] | {"llama_4_scaling_beta": 0.0}},
+        {"rope_parameters": families.BY_NAME["ministral3"].values["rope_parameters"] | {"llama_4_scaling_beta": 0.0}},
     ],
     "exaone4": [{"sliding_window": None, "layer_types": ["full_attention"] * 2}, {"sliding_window": 9}],
     "hunyuan_v1_dense": [{"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}],
     "granite_swa": [{"layer_rope_theta": [10000.0, 100.0, 10000.0]}, {"layer_rope_theta": [0, 100.0, 100.0]}],
     "seed_oss": [{"attention_bias": False}],
     "qwen3_5": [
-        {"rope_parameters": families.QWEN3_5.values["rope_parameters"] | {"partial_rotary_factor": 0.5}},
+        {"rope_parameters": families.BY_NAME["qwen3_5"].values["rope_parameters"] | {"partial_rotary_factor": 0.5}},
         {"rms_norm_eps": 1e-2},
     ],
     "lfm2": [{"rope_parameters": {"rope_type": "default", "rope_theta": 200.0}}, {"norm_eps": 1e-2}],
@@ -72,7 +72,7 @@ WRONG_FEATURES = {
     "gemma4": [
         {"sliding_window": 9},
         {"final_logit_softcapping": None},
-        {"rope_parameters": families.GEMMA4.values["rope_parameters"] | {"full_attention": PARTIAL}},
+        {"rope_parameters": families.BY_NAME["gemma4"].values["rope_parameters"] | {"full_attention": PARTIAL}},
     ],
     "gemma4_experts": [{"top_k_experts": 2}],
     "glm4_moe": [

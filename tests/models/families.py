@@ -1,6 +1,6 @@
 """Small random checkpoints of every family, written by transformers, for comparison with it.
 
-`hf_checkpoint` is a fixture over `LIVE` (all families, tied and untied, and variants); it skips without torch and
+`hf_checkpoint` is a fixture over `LIVE` (all families and variants); it skips without torch and
 transformers. `python -m tests.golden.make_transformers_golden` writes `GOLDEN` to disk for runs without them.
 """
 
@@ -38,197 +38,168 @@ class Family:
     model_class: str
     values: dict[str, Any]
 
-    def but(self, name: str, **values: Any) -> "Family":
-        return dataclasses.replace(self, name=name, values=self.values | values)
+    def but(self, variant: str, values: dict[str, Any]) -> "Family":
+        return dataclasses.replace(self, name=f"{self.name}-{variant}", values=self.values | values)
 
 
-def _family(name: str, prefix: str, **values: Any) -> Family:
-    return Family(name, f"{prefix}Config", f"{prefix}ForCausalLM", _SIZES | values)
+def _family(name: str, prefix: str, text: str = "", without: str = "", **values: Any) -> Family:
+    """Returns a family whose classes begin with `prefix`; `text` is part of the name of its configuration class."""
+    values = {key: value for key, value in (_SIZES | values).items() if key != without}
+    return Family(name, f"{prefix}{text}Config", f"{prefix}ForCausalLM", values)
 
 
-LLAMA2 = _family("llama2", "Llama", num_key_value_heads=4, rms_norm_eps=1e-5, tie_word_embeddings=False)
-LLAMA31 = _family("llama31", "Llama", rope_parameters=_LLAMA3_ROPE, tie_word_embeddings=True)
-MISTRAL = _family("mistral", "Mistral", sliding_window=8, head_dim=16, tie_word_embeddings=False)
-QWEN2 = _family(
-    "qwen2", "Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1, tie_word_embeddings=True
-)
-QWEN3 = _family("qwen3", "Qwen3", head_dim=16, tie_word_embeddings=False)
-
-GEMMA = _family("gemma", "Gemma", head_dim=16)
-GEMMA2 = _family(
-    "gemma2", "Gemma2", head_dim=16, sliding_window=8, query_pre_attn_scalar=24, attn_logit_softcapping=6.0,
-    final_logit_softcapping=12.0,
-)  # fmt: skip
-GEMMA3 = _family(
-    "gemma3", "Gemma3", head_dim=16, sliding_window=8, query_pre_attn_scalar=24,
-    layer_types=["sliding_attention", "full_attention"],
-    rope_parameters={
-        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
-    },
-)  # fmt: skip
-GEMMA3 = dataclasses.replace(GEMMA3, config_class="Gemma3TextConfig")
-QWEN3_MOE = _family(
-    "qwen3_moe", "Qwen3Moe", head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=12,
-    norm_topk_prob=True, tie_word_embeddings=False,
-)  # fmt: skip
-MIXTRAL = _family(
-    "mixtral", "Mixtral", intermediate_size=16, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False
-)
-GPT_OSS = _family(
-    "gpt_oss", "GptOss", head_dim=16, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2,
-    sliding_window=8, rope_parameters=YARN | {"truncate": False}, tie_word_embeddings=False,
-)  # fmt: skip
-GLM = _family("glm", "Glm", head_dim=16, tie_word_embeddings=False)
-GLM4 = _family("glm4", "Glm4", head_dim=16, tie_word_embeddings=False)
-# Every prompt exceeds the original context; otherwise transformers would switch factors during generation.
-PHI3 = _family(
-    "phi3", "Phi3", partial_rotary_factor=0.75, original_max_position_embeddings=4, tie_word_embeddings=False,
-    sliding_window=24,
-    rope_parameters={
-        "rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0] * 3, "long_factor": [1.5, 2.0, 4.0],
-    },
-)  # fmt: skip
-OLMO2 = _family("olmo2", "Olmo2", tie_word_embeddings=False)
-OLMO3 = _family(
-    "olmo3", "Olmo3", sliding_window=8, layer_types=["sliding_attention", "full_attention"], tie_word_embeddings=False
-)
-SMOLLM3 = _family("smollm3", "SmolLM3", no_rope_layers=[1, 0], rope_parameters=YARN)
-GRANITE = _family(
-    "granite", "Granite", embedding_multiplier=2.0, residual_multiplier=0.5, logits_scaling=1.5,
-    attention_multiplier=0.6, tie_word_embeddings=False,
-)  # fmt: skip
-MINISTRAL = _family(
-    "ministral", "Ministral", head_dim=16, sliding_window=8, layer_types=["sliding_attention", "full_attention"],
-    tie_word_embeddings=False,
-)  # fmt: skip
-SEED_OSS = _family("seed_oss", "SeedOss", head_dim=16, tie_word_embeddings=False)
-MINISTRAL3 = _family(
-    "ministral3", "Ministral3", head_dim=16, sliding_window=24, tie_word_embeddings=False,
-    rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.2},
-)  # fmt: skip
-EXAONE4 = _family("exaone4", "Exaone4", sliding_window=8, sliding_window_pattern=2, tie_word_embeddings=False)
-ERNIE4_5 = _family("ernie4_5", "Ernie4_5", head_dim=16, use_bias=True)
-HUNYUAN_V1_DENSE = _family(
-    "hunyuan_v1_dense", "HunYuanDenseV1", head_dim=16, attention_bias=True, tie_word_embeddings=False,
-    rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0},
-)  # fmt: skip
-ARCEE = _family("arcee", "Arcee", mlp_bias=True, attention_bias=True, tie_word_embeddings=False)
-GRANITE_SWA = _family(
-    "granite_swa", "GraniteSWA", embedding_multiplier=2.0, residual_multiplier=0.5, logits_scaling=1.5,
-    attention_multiplier=0.6, sliding_window=8, tie_word_embeddings=False, num_hidden_layers=3,
-    layer_types=["full_attention", "sliding_attention", "sliding_attention"], layer_rope_theta=[0, 100.0, 10000.0],
-)  # fmt: skip
-GEMMA4 = _family(
-    "gemma4", "Gemma4", num_hidden_layers=3, head_dim=16, global_head_dim=32, num_global_key_value_heads=1,
-    attention_k_eq_v=True, hidden_size_per_layer_input=0, sliding_window=8, final_logit_softcapping=40.0,
-    tie_word_embeddings=False,  # tied ones repeat a token
-    layer_types=["sliding_attention", "sliding_attention", "full_attention"],
-    rope_parameters={
+_GEMMA4 = {
+    "num_hidden_layers": 3, "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "sliding_window": 8, "final_logit_softcapping": 40.0,
+    "tie_word_embeddings": False,  # tied ones repeat a token
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 10000.0},
     },
-)  # fmt: skip
-GEMMA4 = dataclasses.replace(GEMMA4, config_class="Gemma4TextConfig")
-GEMMA4_EXPERTS = GEMMA4.but(
-    "gemma4_experts", enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=16
-)
-
+}  # fmt: skip
 _DEEPSEEK_EXPERTS = {
     "num_hidden_layers": 3, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3,
     "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,
-    "first_k_dense_replace": 1, "tie_word_embeddings": False,
+    "first_k_dense_replace": 1, "tie_word_embeddings": False, "head_dim": 16, "attention_bias": True,
 }  # fmt: skip
-GLM4_MOE = _family(
-    "glm4_moe", "Glm4Moe", head_dim=16, use_qk_norm=True, attention_bias=True, **_DEEPSEEK_EXPERTS
-)  # fmt: skip
-DOTS1 = _family(
-    "dots1", "Dots1", head_dim=16, attention_bias=True, norm_topk_prob=True, sliding_window=8, max_window_layers=2,
-    **_DEEPSEEK_EXPERTS,
-)  # fmt: skip
-MINIMAX_M2 = _family(
-    "minimax_m2", "MiniMaxM2", head_dim=16, intermediate_size=16, num_local_experts=8, num_experts_per_tok=3,
-    tie_word_embeddings=False,
-    rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
-)  # fmt: skip
-
-QWEN3_5 = _family(
-    "qwen3_5", "Qwen3_5", num_hidden_layers=4, full_attention_interval=2, head_dim=16, attention_bias=True,
-    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12,
-    rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
-    tie_word_embeddings=False,
-)  # fmt: skip
-QWEN3_5 = dataclasses.replace(QWEN3_5, config_class="Qwen3_5TextConfig")
+_QWEN3_5 = {
+    "num_hidden_layers": 4, "full_attention_interval": 2, "head_dim": 16, "attention_bias": True,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": False,
+}  # fmt: skip
 _EXPERTS = {
     "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 20,
 }  # fmt: skip
-QWEN3_NEXT = dataclasses.replace(
-    QWEN3_5, name="qwen3_next", config_class="Qwen3NextConfig", model_class="Qwen3NextForCausalLM",
-    values=QWEN3_5.values | _EXPERTS | {"mlp_only_layers": [1]},
-)  # fmt: skip
-QWEN3_5_MOE = dataclasses.replace(
-    QWEN3_5, name="qwen3_5_moe", config_class="Qwen3_5MoeTextConfig", model_class="Qwen3_5MoeForCausalLM",
-    values={key: value for key, value in QWEN3_5.values.items() if key != "intermediate_size"} | _EXPERTS,
-)  # fmt: skip
-LFM2 = _family(
-    "lfm2", "Lfm2", num_hidden_layers=4, layer_types=["conv", "full_attention", "conv", "full_attention"],
-    conv_bias=True, block_multiple_of=16, block_ffn_dim_multiplier=1.1, tie_word_embeddings=False,
-    rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-)  # fmt: skip
+_GRANITE = {
+    "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 1.5, "attention_multiplier": 0.6,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 
 GOLDEN = (
-    LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, QWEN3_MOE, MIXTRAL, GPT_OSS, GLM, GLM4, PHI3, OLMO2,
-    OLMO3, SMOLLM3, GRANITE, MINISTRAL, SEED_OSS, MINISTRAL3, EXAONE4, ERNIE4_5, HUNYUAN_V1_DENSE, ARCEE, GRANITE_SWA,
-    GEMMA4, GEMMA4_EXPERTS, GLM4_MOE, DOTS1, MINIMAX_M2, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, LFM2,
+    _family("llama2", "Llama", num_key_value_heads=4, rms_norm_eps=1e-5, tie_word_embeddings=False),
+    _family("llama31", "Llama", rope_parameters=_LLAMA3_ROPE, tie_word_embeddings=True),
+    _family("mistral", "Mistral", sliding_window=8, head_dim=16, tie_word_embeddings=False),
+    _family("qwen2", "Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1, tie_word_embeddings=True),
+    _family("qwen3", "Qwen3", head_dim=16, tie_word_embeddings=False),
+    _family("gemma", "Gemma", head_dim=16),
+    _family("gemma2", "Gemma2", head_dim=16, sliding_window=8, query_pre_attn_scalar=24, attn_logit_softcapping=6.0,
+            final_logit_softcapping=12.0),
+    _family("gemma3", "Gemma3", "Text", head_dim=16, sliding_window=8, query_pre_attn_scalar=24,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters={"sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
+    _family("qwen3_moe", "Qwen3Moe", head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=12,
+            norm_topk_prob=True, tie_word_embeddings=False),
+    _family("mixtral", "Mixtral", intermediate_size=16, num_local_experts=4, num_experts_per_tok=2,
+            tie_word_embeddings=False),
+    _family("gpt_oss", "GptOss", head_dim=16, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2,
+            sliding_window=8, rope_parameters=YARN | {"truncate": False}, tie_word_embeddings=False),
+    _family("glm", "Glm", head_dim=16, tie_word_embeddings=False),
+    _family("glm4", "Glm4", head_dim=16, tie_word_embeddings=False),
+    # Every prompt exceeds the original context; otherwise transformers would switch factors during generation.
+    _family("phi3", "Phi3", partial_rotary_factor=0.75, original_max_position_embeddings=4, tie_word_embeddings=False,
+            sliding_window=24, rope_parameters={"rope_type": "longrope", "rope_theta": 500.0,
+                                                "short_factor": [1.0] * 3, "long_factor": [1.5, 2.0, 4.0]}),
+    _family("olmo2", "Olmo2", tie_word_embeddings=False),
+    _family("olmo3", "Olmo3", sliding_window=8, layer_types=["sliding_attention", "full_attention"],
+            tie_word_embeddings=False),
+    _family("smollm3", "SmolLM3", no_rope_layers=[1, 0], rope_parameters=YARN),
+    _family("granite", "Granite", **_GRANITE),
+    _family("ministral", "Ministral", head_dim=16, sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"], tie_word_embeddings=False),
+    _family("seed_oss", "SeedOss", head_dim=16, tie_word_embeddings=False),
+    _family("ministral3", "Ministral3", head_dim=16, sliding_window=24, tie_word_embeddings=False,
+            rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.2}),
+    _family("exaone4", "Exaone4", sliding_window=8, sliding_window_pattern=2, tie_word_embeddings=False),
+    _family("ernie4_5", "Ernie4_5", head_dim=16, use_bias=True),
+    _family("hunyuan_v1_dense", "HunYuanDenseV1", head_dim=16, attention_bias=True, tie_word_embeddings=False,
+            rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0}),
+    _family("arcee", "Arcee", mlp_bias=True, attention_bias=True, tie_word_embeddings=False),
+    _family("granite_swa", "GraniteSWA", sliding_window=8, num_hidden_layers=3, layer_rope_theta=[0, 100.0, 10000.0],
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"], **_GRANITE),
+    _family("gemma4", "Gemma4", "Text", **_GEMMA4),
+    _family("gemma4_experts", "Gemma4", "Text", enable_moe_block=True, num_experts=8, top_k_experts=3,
+            moe_intermediate_size=16, **_GEMMA4),
+    _family("glm4_moe", "Glm4Moe", use_qk_norm=True, **_DEEPSEEK_EXPERTS),
+    _family("dots1", "Dots1", norm_topk_prob=True, sliding_window=8, max_window_layers=2, **_DEEPSEEK_EXPERTS),
+    _family("minimax_m2", "MiniMaxM2", head_dim=16, intermediate_size=16, num_local_experts=8, num_experts_per_tok=3,
+            tie_word_embeddings=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}),
+    _family("qwen3_5", "Qwen3_5", "Text", **_QWEN3_5),
+    _family("qwen3_5_moe", "Qwen3_5Moe", "Text", "intermediate_size", **_QWEN3_5 | _EXPERTS),
+    _family("qwen3_next", "Qwen3Next", mlp_only_layers=[1], **_QWEN3_5 | _EXPERTS),
+    _family("lfm2", "Lfm2", num_hidden_layers=4, layer_types=["conv", "full_attention", "conv", "full_attention"],
+            conv_bias=True, block_multiple_of=16, block_ffn_dim_multiplier=1.1, tie_word_embeddings=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0}),
 )  # fmt: skip
-# The golden files of these have one way of tying embeddings; live tests have both.
-_TIED_OR_NOT = (LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3)
+BY_NAME = {family.name: family for family in GOLDEN}
+LLAMA31 = BY_NAME["llama31"]
+
+# Changed values of a family by the name of the variant.
+_VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "llama2": {
+        "linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+        "yarn": {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.5}},
+        "dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}},
+        "biases": {"attention_bias": True, "mlp_bias": True},
+    },
+    "mistral": {"full": {"sliding_window": None}, "tied": {"tie_word_embeddings": True}},
+    "qwen2": {
+        "full": {"use_sliding_window": False},
+        "layer-types": {"layer_types": ["sliding_attention", "full_attention"]},
+    },
+    "qwen3": {
+        "biases-window": {
+            "attention_bias": True, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1,
+        },
+    },
+    "gemma2": {"biases": {"attention_bias": True, "sliding_window": 3}},
+    "qwen3_moe": {
+        "dense-layer": {"norm_topk_prob": False, "mlp_only_layers": [0], "attention_bias": True},
+        "window": {"use_sliding_window": True, "sliding_window": 8, "decoder_sparse_step": 2},
+    },
+    "mixtral": {"window": {"sliding_window": 8}},
+    "gpt_oss": {"all-experts": {"num_experts_per_tok": 4}},
+    "phi3": {"short": {"original_max_position_embeddings": 128, "sliding_window": None}},
+    "olmo2": {"biases": {"attention_bias": True}},
+    "seed_oss": {"biases": {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}},
+    "smollm3": {"window": {"use_sliding_window": True, "sliding_window": 8}},
+    "ministral3": {"full": {"sliding_window": None}},
+    "exaone4": {"full": {"sliding_window": None, "layer_types": ["full_attention"] * 2}},
+    "hunyuan_v1_dense": {"default": {"rope_parameters": None, "attention_bias": False}},
+    "granite_swa": {"equal-bases": {"layer_rope_theta": None}},
+    "gemma4": {
+        "tied": {"tie_word_embeddings": True},
+        "two-projections": {"attention_k_eq_v": False, "attention_bias": True},
+    },
+    "glm4_moe": {
+        "defaults": {
+            "use_qk_norm": False, "attention_bias": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
+        },
+    },
+    "dots1": {"defaults": {"norm_topk_prob": False, "sliding_window": None, "attention_bias": False}},
+    "minimax_m2": {"rotary-dim": {"rotary_dim": 4, "rope_parameters": None}},
+    "qwen3_5": {
+        "recurrent-last": {
+            "attention_bias": False, "tie_word_embeddings": True, "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 2, "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        },
+    },
+    "lfm2": {
+        "convolution-last": {
+            "conv_bias": False, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True,
+            "num_hidden_layers": 3, "layer_types": ["full_attention", "conv", "conv"],
+        },
+    },
+}  # fmt: skip
 LIVE = (
     *GOLDEN,
-    *(f.but(f"{f.name}-{'untied' if f.values['tie_word_embeddings'] else 'tied'}",
-            tie_word_embeddings=not f.values["tie_word_embeddings"]) for f in _TIED_OR_NOT),
-    LLAMA2.but("llama-linear", rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
-    LLAMA2.but("llama-yarn", rope_parameters=YARN | {"mscale": 0.8, "mscale_all_dim": 0.5}),
-    LLAMA2.but("llama-dynamic", rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}),
-    GEMMA2.but("gemma2-biases", attention_bias=True, sliding_window=3),
-    QWEN3_MOE.but("qwen3_moe-dense-layer", norm_topk_prob=False, mlp_only_layers=[0], attention_bias=True),
-    QWEN3_MOE.but("qwen3_moe-window", use_sliding_window=True, sliding_window=8, decoder_sparse_step=2),
-    MIXTRAL.but("mixtral-window", sliding_window=8),
-    GPT_OSS.but("gpt_oss-all-experts", num_experts_per_tok=4),
-    PHI3.but("phi3-short", original_max_position_embeddings=128, sliding_window=None),
-    OLMO2.but("olmo2-biases", attention_bias=True),
-    SEED_OSS.but("seed_oss-biases", attention_bias=False, attention_out_bias=True, mlp_bias=True),
-    SMOLLM3.but("smollm3-window", use_sliding_window=True, sliding_window=8),
-    MINISTRAL3.but("ministral3-full", sliding_window=None),
-    EXAONE4.but("exaone4-full", sliding_window=None, layer_types=["full_attention"] * 2),
-    HUNYUAN_V1_DENSE.but("hunyuan_v1_dense-default", rope_parameters=None, attention_bias=False),
-    GRANITE_SWA.but("granite_swa-equal-bases", layer_rope_theta=None),
-    GEMMA4.but("gemma4-tied", tie_word_embeddings=True),
-    GEMMA4.but("gemma4-two-projections", attention_k_eq_v=False, attention_bias=True),
-    dataclasses.replace(
-        GEMMA4, name="gemma4_unified", config_class="Gemma4UnifiedTextConfig", model_class="Gemma4UnifiedForCausalLM",
-        values={key: value for key, value in GEMMA4.values.items() if key != "hidden_size_per_layer_input"},
-    ),
-    GLM4_MOE.but("glm4_moe-defaults", use_qk_norm=False, attention_bias=False, n_group=1, topk_group=1,
-                 norm_topk_prob=False),
-    DOTS1.but("dots1-defaults", norm_topk_prob=False, sliding_window=None, attention_bias=False),
-    MINIMAX_M2.but("minimax_m2-rotary-dim", rotary_dim=4, rope_parameters=None),
-    QWEN3_5.but(
-        "qwen3_5-recurrent-last", attention_bias=False, tie_word_embeddings=True, linear_num_value_heads=2,
-        linear_conv_kernel_dim=2, num_hidden_layers=3,
-        layer_types=["full_attention", "linear_attention", "linear_attention"],
-    ),
-    LFM2.but(
-        "lfm2-convolution-last", conv_bias=False, conv_L_cache=4, block_auto_adjust_ff_dim=False,
-        tie_word_embeddings=True, num_hidden_layers=3, layer_types=["full_attention", "conv", "conv"],
-    ),
-    LLAMA2.but("llama-biases", attention_bias=True, mlp_bias=True),
-    MISTRAL.but("mistral-full", sliding_window=None),
-    QWEN2.but("qwen2-full", use_sliding_window=False),
-    QWEN2.but("qwen2-layer-types", layer_types=["sliding_attention", "full_attention"]),
-    QWEN3.but("qwen3-biases-window", attention_bias=True, use_sliding_window=True, sliding_window=8,
-              max_window_layers=1),
-)  # fmt: skip
+    *(BY_NAME[name].but(*variant) for name, variants in _VARIANTS.items() for variant in variants.items()),
+    _family("gemma4_unified", "Gemma4Unified", "Text", "hidden_size_per_layer_input", **_GEMMA4),
+)
 
 
 def write(family: Family, directory: pathlib.Path, seed: int = 0, bfloat16: bool = False):

@@ -4,7 +4,6 @@ Tensors are named by ggml's own table, so that the reader's table is checked aga
 """
 
 import json
-import math
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +11,8 @@ from typing import Any
 import gguf
 import numpy as np
 import safetensors.numpy
+
+from kvjax_models.formats.config_json import parse_config
 
 # Families in tests/golden/transformers with their architectures in GGUF.
 ARCHITECTURES = {name: name for name in ("gemma", "gemma2", "gemma3", "glm4", "granite", "olmo2", "phi3", "qwen2")} | {
@@ -169,24 +170,7 @@ def _rope_tensors(config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
         yield "rope_factors_long.weight", np.array(rope["long_factor"], np.float32)
         yield "rope_factors_short.weight", np.array(rope["short_factor"], np.float32)
     if rope.get("rope_type") == "llama3":
-        yield "rope_freqs.weight", _llama3_divisors(config, rope)
-
-
-def _llama3_divisors(config: dict[str, Any], rope: dict[str, Any]) -> np.ndarray:
-    """What llama.cpp divides the frequencies of Llama 3.1 by."""
-    dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    low = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
-    high = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
-    divisors = []
-    for frequency in 1 / rope["rope_theta"] ** (np.arange(0, dim, 2) / dim):
-        wavelength = 2 * math.pi / frequency
-        if wavelength < high:
-            divisors.append(1.0)
-        elif wavelength > low:
-            divisors.append(rope["factor"])
-        else:
-            smooth = (rope["original_max_position_embeddings"] / wavelength - rope["low_freq_factor"]) / (
-                rope["high_freq_factor"] - rope["low_freq_factor"]
-            )
-            divisors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
-    return np.array(divisors, np.float32)
+        # The file holds the divisors of the frequencies; the golden logits test the frequencies.
+        frequencies = np.array(parse_config(config).rotary(0).frequencies)
+        plain = rope["rope_theta"] ** -(np.arange(len(frequencies)) / len(frequencies))
+        yield "rope_freqs.weight", (plain / frequencies).astype(np.float32)

@@ -31,6 +31,22 @@ GEMMA3_HUB = {  # like a published config, which leaves most values to defaults
 }  # fmt: skip
 
 
+LFM2_HUB = {  # like the published config of the model of 1.2B parameters
+    "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "block_auto_adjust_ff_dim": True, "block_dim": 2048,
+    "block_ff_dim": 12288, "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 256,
+    "block_norm_eps": 1e-05, "block_out_init_scale": 1.0, "conv_L_cache": 3, "conv_bias": False, "conv_dim": 2048,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048, "max_position_embeddings": 128000, "norm_eps": 1e-05,
+    "num_attention_heads": 32, "num_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
+    "rope_theta": 1000000.0, "tie_embedding": True, "use_pos_enc": True, "vocab_size": 65536,
+}  # fmt: skip
+GEMMA4 = LLAMA | {
+    "model_type": "gemma4_text", "num_hidden_layers": 7, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0, "sliding_window": 8,
+}  # fmt: skip
+GEMMA4_EXPERTS = GEMMA4 | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+
+
 @pytest.mark.parametrize("key", [*sorted(set(LLAMA) - {"model_type"}), "head_dim"])
 @pytest.mark.parametrize("value", [0, -1, -16, "16", 16.0, True, [16], {}, 10**12])
 def test_sizes_must_be_positive_integers(key, value):
@@ -50,19 +66,12 @@ def test_missing_keys_are_listed():
     [
         ({"max_position_embeddings": None}, "max_position_embeddings=None"),
         ({"rms_norm_eps": math.inf}, "rms_norm_eps=inf must be a positive number"),
-        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5'"),
         ({"rms_norm_eps": None}, "rms_norm_eps=None"),
         ({"rope_theta": 0}, "rope_theta=0 must be a positive number"),
-        ({"rope_theta": math.nan}, "rope_theta=nan"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta=-1.0"),
         ({"rope_parameters": "default"}, "rope_parameters='default' must be an object"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": -2.0}}, "factor=-2.0"),
         ({"rope_scaling": {"rope_type": "linear", "factor": True}}, "factor=True"),
-        ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, "rope_type="),
-        ({"rope_scaling": YARN | {"factor": 0}}, "factor=0"),
         ({"rope_scaling": YARN | {"beta_fast": 1.0, "beta_slow": 2.0}},
          "beta_slow=2.0 must be less than beta_fast=1.0"),
-        ({"rope_scaling": YARN | {"original_max_position_embeddings": -8}}, "original_max_position_embeddings=-8"),
         ({"rope_scaling": YARN | {"attention_factor": 0.0}}, "attention_factor=0.0"),
         ({"rope_scaling": YARN | {"truncate": "no"}}, "truncate='no' must be true or false"),
         ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0, 2.0]}},
@@ -72,36 +81,26 @@ def test_missing_keys_are_listed():
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 1}},
          "low_freq_factor=4.0 must be less than high_freq_factor=1.0"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
-        ({"attention_bias": 1}, "attention_bias=1 must be true or false"),
-        ({"mlp_bias": []}, r"mlp_bias=\[\]"),
         ({"hidden_size": 18}, "hidden_size=18 must be a multiple of num_attention_heads=4, or set head_dim"),
-        ({"num_attention_heads": 16}, "head_dim=1 must be even"),
-        ({"model_type": ["llama"]}, "model_type="),
         ({"model_type": "mistral", "sliding_window": True}, "sliding_window=True must be an integer"),
-        ({"model_type": "qwen2", "use_sliding_window": "yes"}, "use_sliding_window='yes'"),
         ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": -1}, "max_window_layers=-1"),
         ({"model_type": "qwen2", "layer_types": "full_attention"}, "layer_types='full_attention' must be a list"),
         ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
-        ({"model_type": "gemma2", "attn_logit_softcapping": -1.0}, "attn_logit_softcapping=-1.0"),
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "not supported: attn_logit_softcapping"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"model_type": "gemma3_text",
           "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
          "is not supported for sliding attention; supported: 'default'"),
         ({"model_type": "glm", "partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5"),
-        ({"model_type": "glm", "head_dim": 6, "partial_rotary_factor": 0.5}, "rotary_dim=3 must be even"),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers has 1 entries, but num_hidden_layers=2"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 2]}, "no_rope_layers must be a list of ones and zeros, got 2"),
         ({"model_type": "granite", "embedding_multiplier": None}, "embedding_multiplier=None"),
-        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5},
-         "experts_per_token=5 must be between"),
         ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts=0"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [2]}, r"mlp_only_layers=\[2\] must be a list of layer numbers"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step=0"),
         ({"model_type": "gpt_oss", "swiglu_limit": 5.0}, "swiglu_limit=5.0"),
         ({"model_type": "glm4_moe", "scoring_func": "softmax"}, "scoring_func='softmax'; supported: 'sigmoid', 'noaux"),
         ({"model_type": "glm4_moe", "n_shared_experts": -1}, "n_shared_experts=-1"),
-        ({"model_type": "glm4_moe", "n_group": 3}, "expert_groups=3 must divide experts=128"),
         ({"model_type": "dots1", "num_experts_per_tok": 2}, "n_routed_experts=None must be an integer"),
         ({"model_type": "glm4_moe", "moe_layer_freq": 2}, "moe_layer_freq=2; supported: 1"),
         ({"model_type": "minimax_m2", "shared_intermediate_size": 64}, "shared_intermediate_size=64; supported: 0"),
@@ -117,33 +116,32 @@ def test_missing_keys_are_listed():
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope' requires short_factor"),
         ({"rope_parameters": {"chunked_attention": {"rope_type": "default"}}}, "per layer type"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"hidden_act": "relu"}, "hidden_act='relu'"),
-        ({"final_logit_softcapping": 30.0, "num_local_experts": 8}, "final_logit_softcapping.*num_local_exp"),
-        ({"num_key_value_heads": 3}, "query_heads=4 must be a multiple of kv_heads=3"),
         ({"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]}, "types=.*for mistral"),
         ({"model_type": "qwen2", "layer_types": ["chunked_attention"] * 2}, "layer_types=.*chunked_attention"),
         ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 2}, "sliding_window=None must be"),
         ({"model_type": "qwen2", "layer_types": ["sliding_attention"], "use_sliding_window": True},
          "layer_types has 1 entries"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "types=.*for llama: its layers are equal"),
         ({"use_sliding_window": True, "sliding_window": 8}, "not supported: use_sliding_window=True"),
-        ({"clip_qkv": 8.0, "use_qk_norm": True}, "not supported: clip_qkv=8.0, use_qk_norm=True"),
         ({"embedding_multiplier": 12.0, "is_causal": False}, "embedding_multiplier=12.0, is_causal=False"),
         ({"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config="),
-        ({"model_type": "gemma2", "sliding_window_pattern": 3}, "not supported: sliding_window_pattern=3"),
         ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern=0 must be an integer"),
         ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act='silu' .supported: gelu, gelu_pytorch_tanh"),
         ({"model_type": "gpt_oss", "experts_per_token": 2}, "not supported: experts_per_token=2"),
         ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
-        (
-            {
-                "model_type": "gemma3_text",
-                "rope_parameters": {"full_attention": {}, "sliding_attention": {"partial_rotary_factor": 0.5}},
-            },
-            "partial_rotary_factor=0.5 is not supported for gemma3_text",
-        ),
+        ({"model_type": "gemma3_text",
+          "rope_parameters": {"full_attention": {}, "sliding_attention": {"partial_rotary_factor": 0.5}}},
+         "partial_rotary_factor=0.5 is not supported for gemma3_text"),
         ({"rope_scaling": YARN | {"alpha": 2.0, "attn_factor": 0.5}}, "alpha=2.0, attn_factor=0.5 is not supported"),
+        (LFM2_HUB | {"full_attn_idxs": 3}, "full_attn_idxs=3 must be a list"),
+        (LFM2_HUB | {"conv_L_cache": 1}, "conv_L_cache=1 must be an integer from 2"),
+        (LFM2_HUB | {"layer_types": ["linear_attention"] * 16},
+         "linear_attention.* supported: full_attention, conv"),
+        (GEMMA4 | {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input"),
+        (GEMMA4 | {"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
+        (GEMMA4 | {"per_layer_config": {"0": {"head_dim": 4}}}, "per_layer_config"),
+        (GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        (GEMMA4_EXPERTS, "moe_intermediate_size=None must be"),
     ],
 )  # fmt: skip
 def test_invalid_values_are_refused_by_key(changes, message):
@@ -227,13 +225,6 @@ def test_published_keys_of_families_with_experts():
     assert parse_config(LLAMA | minimax).rotary_dim == 64
 
 
-def test_yarn_extends_the_context():
-    values = LLAMA | {"max_position_embeddings": 40}
-    assert parse_config(values | {"rope_scaling": YARN}).max_length == 128
-    assert parse_config(values | {"rope_scaling": YARN | {"factor": 1.1}}).max_length == 40
-    assert parse_config(values | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}).max_length == 40
-
-
 def test_multimodal_gemma3_gives_its_text_decoder():
     config = parse_config(GEMMA3_HUB)
     assert (config.query_heads, config.kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
@@ -241,16 +232,6 @@ def test_multimodal_gemma3_gives_its_text_decoder():
     assert config.rope_scaling == RopeScaling("linear", 8.0) and config.window_rope_theta == 1e4
     assert config.rotary(5).frequencies[0] == 1 / 8 and config.rotary(0).frequencies[0] == 1
     assert config.tied_embeddings and config.attention_scale is None
-
-
-LFM2_HUB = {  # like the published config of the model of 1.2B parameters
-    "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "block_auto_adjust_ff_dim": True, "block_dim": 2048,
-    "block_ff_dim": 12288, "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 256,
-    "block_norm_eps": 1e-05, "block_out_init_scale": 1.0, "conv_L_cache": 3, "conv_bias": False, "conv_dim": 2048,
-    "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048, "max_position_embeddings": 128000, "norm_eps": 1e-05,
-    "num_attention_heads": 32, "num_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
-    "rope_theta": 1000000.0, "tie_embedding": True, "use_pos_enc": True, "vocab_size": 65536,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -270,47 +251,21 @@ def test_lfm2_adjusts_the_width_of_its_mlps(changes, width):
     assert config.recurrence.channels == 2048 and config.recurrence.kernel_size == 3
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"full_attn_idxs": 3}, "full_attn_idxs=3 must be a list"),
-        ({"conv_L_cache": 1}, "conv_L_cache=1 must be an integer from 2"),
-        ({"conv_bias": "yes"}, "conv_bias='yes' must be true or false"),
-        ({"layer_types": ["linear_attention"] * 16}, "linear_attention.* supported: full_attention, conv"),
-        ({"full_attn_idxs": []}, "recurrent_layers names every layer"),
-        ({"sliding_window": 64, "layer_types": ["sliding_attention"] * 16}, "supported: full_attention, conv"),
-    ],
-)
-def test_values_that_lfm2_does_not_support_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        parse_config(LFM2_HUB | changes)
-
-
 def test_layers_of_gemma4_have_two_sizes_of_heads():
-    values = LLAMA | {
-        "model_type": "gemma4_text", "num_hidden_layers": 7, "num_attention_heads": 8, "num_key_value_heads": 4,
-        "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
-        "hidden_size_per_layer_input": 0, "sliding_window": 8,
-    }  # fmt: skip
-    config = parse_config(values)
+    config = parse_config(GEMMA4)
     assert config.windows == (8,) * 5 + (None, None) and config.keys_as_values
     assert [(config.of_layer(layer).kv_heads, config.of_layer(layer).head_dim) for layer in (0, 5)] == [(4, 8), (2, 16)]
     # A quarter of the pairs of a head of 16 is rotated.
     assert len(config.rotary(0).frequencies) == 4 and 0.0 not in config.rotary(0).frequencies
     assert [frequency > 0 for frequency in config.rotary(5).frequencies] == [True] * 2 + [False] * 6
-    for key, value in (
-        ("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 2),
-        ("use_bidirectional_attention", "all"), ("per_layer_config", {"0": {"head_dim": 4}}),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=key):
-            parse_config(values | {key: value})
-    experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
-    assert parse_config(values | experts | {"moe_intermediate_size": 6}).parallel_experts
-    with pytest.raises(ValueError, match="moe_intermediate_size=None must be"):
-        parse_config(values | experts)
+    assert parse_config(GEMMA4_EXPERTS | {"moe_intermediate_size": 6}).parallel_experts
 
 
-def test_yarn_and_longrope_defaults():
+def test_yarn_extends_the_context_and_has_defaults():
+    values = LLAMA | {"max_position_embeddings": 40}
+    assert parse_config(values | {"rope_scaling": YARN}).max_length == 128
+    assert parse_config(values | {"rope_scaling": YARN | {"factor": 1.1}}).max_length == 40
+    assert parse_config(values | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}).max_length == 40
     scaling = parse_config(LLAMA | {"rope_scaling": YARN}).rope_scaling
     assert scaling.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
     no_factor = {key: value for key, value in YARN.items() if key != "factor"}

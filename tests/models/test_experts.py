@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax_models.model.activations import ACTIVATIONS
-from kvjax_models.model.experts import Experts, Router, blocks_by_expert
+from kvjax_models.model.experts import Experts, blocks_by_expert
 from tests.models.support import small_config
 
 
@@ -77,7 +77,7 @@ def apply_all_experts(config, layer, x):
 SIGMOID = {"scoring_func": "sigmoid"}
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (2, 40), (1, 700)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 40), (1, 700)], ids=str)
 @pytest.mark.parametrize(
     "experts, per_token, options",
     [
@@ -88,52 +88,17 @@ SIGMOID = {"scoring_func": "sigmoid"}
         (4, 2, {"shared_expert_width": 5, "shared_expert_gate": True}),
         (16, 3, SIGMOID | {"expert_groups": 4, "expert_groups_per_token": 2, "shared_expert_width": 5}),
         (6, 2, SIGMOID | {"normalize_expert_weights": False}),
+        (8, 3, SIGMOID | {"expert_groups": 4, "expert_groups_per_token": 2}),
+        (12, 4, SIGMOID | {"expert_groups": 3, "expert_groups_per_token": 2, "normalize_expert_weights": False}),
+        (12, 4, SIGMOID | {"expert_groups": 2, "expert_groups_per_token": 1}),
     ],
 )
 def test_weighted_sum_of_selected_experts(shape, experts, per_token, options):
+    """The selection bias and the groups decide which experts are selected, but not their weights."""
     config, experts_layer = layer(experts, per_token, **options)
     x = jax.random.normal(jax.random.key(1), (*shape, 8))
     expected = apply_all_experts(config, experts_layer, x)
     np.testing.assert_allclose(nnx.jit(lambda layer, x: layer(x))(experts_layer, x), expected, atol=1e-4, rtol=1e-4)
-
-
-ROUTERS = [(8, 2, 1, 1), (8, 3, 4, 2), (12, 4, 3, 2), (12, 4, 2, 1)]
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.sampled_from(ROUTERS), st.integers(0, 2**32 - 1), st.booleans())
-def test_selection_by_sigmoid(sizes, seed, normalize):
-    """The selection bias and the groups decide which experts are selected, but not their weights."""
-    experts, per_token, groups, selected = sizes
-    config = small_config(
-        width=experts, expert_width=1, experts=experts, experts_per_token=per_token, expert_groups=groups,
-        expert_groups_per_token=selected, normalize_expert_weights=normalize, **SIGMOID,
-    )  # fmt: skip
-    random = np.random.default_rng(seed)
-    router = Router(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
-    router.kernel[...], bias = jnp.eye(experts), random.normal(size=experts).astype(np.float32)
-    router.selection_bias[...] = jnp.asarray(bias)
-    logits = random.normal(size=(5, experts)).astype(np.float32)
-    weights, indices = router(jnp.asarray(logits))
-    actual = np.zeros(logits.shape)
-    np.put_along_axis(actual, np.asarray(indices), np.asarray(weights), -1)
-    np.testing.assert_allclose(actual, [expert_weights(config, row, bias) for row in logits], rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "groups, selected, options, message",
-    [
-        (2, 1, {"scoring_func": "softmax"}, "expert_groups=2 needs scoring_func='sigmoid'"),
-        (3, 1, {}, "expert_groups=3 must divide experts=8"),
-        (8, 4, {}, "groups of at least two experts"),
-        (4, 5, {}, "expert_groups_per_token=5 must be between 1 and expert_groups=4"),
-        (4, 1, {}, "must have at least experts_per_token=3"),
-    ],
-)
-def test_groups_that_do_not_fit_are_refused(groups, selected, options, message):
-    values = {"experts": 8, "experts_per_token": 3, "expert_width": 4, "scoring_func": "sigmoid"} | options
-    with pytest.raises(ValueError, match=message):
-        small_config(expert_groups=groups, expert_groups_per_token=selected, **values)
 
 
 SIZES = [(1, 2, 4), (5, 1, 40), (40, 4, 16), (300, 2, 4), (300, 4, 40)]  # each is compiled
@@ -165,11 +130,3 @@ def test_clipped_swiglu():
     gate, up = jnp.array([9.0, 2.0, -9.0]), jnp.array([-9.0, 0.5, 9.0])
     expected = [7 / (1 + np.exp(-1.702 * 7)) * -6, 2 / (1 + np.exp(-1.702 * 2)) * 1.5, -9 / (1 + np.exp(1.702 * 9)) * 8]
     np.testing.assert_allclose(ACTIVATIONS["clipped_swiglu"](gate, up), expected, rtol=1e-6)
-
-
-def test_router_and_experts_have_gradients():
-    _, experts_layer = layer(4, 2, mlp_bias=True)
-    x = jax.random.normal(jax.random.key(1), (1, 50, 8))
-    gradients = nnx.grad(lambda layer: jnp.sum(layer(x) ** 2))(experts_layer)
-    for path, gradient in nnx.to_flat_state(nnx.state(gradients)):
-        assert float(jnp.abs(gradient[...]).max()) > 0, path

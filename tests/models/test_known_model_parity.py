@@ -14,6 +14,7 @@ from flax import nnx
 import kvjax
 from kvjax_models import formats, known_models
 from kvjax_models.formats.gguf_file import read_gguf
+from tests.models.chain import LETTER
 from tests.models.loops import generate
 
 pytestmark = pytest.mark.heavy
@@ -73,24 +74,16 @@ def merge(symbols, rank):
         symbols[best : best + 2] = [symbols[best] + symbols[best + 1]]
 
 
-def byte_letters():
-    """GPT-2's character for every byte: printable ones stand for themselves, others follow from 256 on."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]
-
-
 def byte_level_tokens(metadata, text):
     """Tokens of byte-level BPE as GPT-2 defines it."""
     regex = pytest.importorskip("regex")
-    letters = byte_letters()
     ranks = {tuple(pair.split(" ")): rank for rank, pair in enumerate(metadata["tokenizer.ggml.merges"])}
     if metadata["tokenizer.ggml.pre"] == "qwen2":
         words = regex.findall(QWEN_WORDS, text)
     else:  # digits first
         words = [word for part in regex.findall(r"\p{N}|\P{N}+", text) for word in regex.findall(WORDS, part)]
     for word in words:
-        yield from merge((letters[byte] for byte in word.encode()), lambda a, b: ranks.get((a, b)))
+        yield from merge((LETTER[byte] for byte in word.encode()), lambda a, b: ranks.get((a, b)))
 
 
 def sentencepiece_tokens(metadata, text):

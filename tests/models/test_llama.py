@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kvjax_models.formats.config_json import parse_config
 from kvjax_models.model.config import rope_frequencies
 from kvjax_models.model.llama import Llama
 from kvjax_models.model.rotary import RopeScaling
@@ -34,7 +33,11 @@ def test_norms_use_the_epsilon():
     assert jnp.abs(build(norm_epsilon=1e-2)(TOKENS) - build()(TOKENS)).max() > 1e-3
 
 
-@pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}])
+EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_width": 8}
+GROUPS = {"experts": 8, "experts_per_token": 3, "expert_width": 4, "scoring_func": "sigmoid"}
+
+
+@pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}, EXPERTS])
 def test_every_parameter_has_a_gradient(changes):
     model = build(qkv_bias=True, output_bias=True, mlp_bias=True, query_key_norm=True, **changes)
     gradients = nnx.jit(nnx.grad(lambda model: jax.nn.logsumexp(model(TOKENS) ** 2, axis=-1).mean()))(model)
@@ -51,53 +54,12 @@ def test_all_state_is_parameters():
     np.testing.assert_array_equal(nnx.merge(graph, state)(TOKENS), build()(TOKENS))
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("scaling", [None, RopeScaling("llama3", 8.0)])
-def test_rope_frequencies_are_equal_when_compiled(head_dim, scaling):
+def test_rope_frequencies_are_equal_when_compiled(scaling):
     """One bit of a frequency changes the angle at position 131,072 by .008 radians."""
-    config = dataclasses.replace(SMALL, head_dim=head_dim, rope_theta=5e5, rope_scaling=scaling)
-    np.testing.assert_array_equal(jax.jit(lambda: rope_frequencies(config))(), rope_frequencies(config))
-
-
-LLAMA3 = {
-    "rope_theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
-SCALINGS = {
-    "llama3": LLAMA3 | {"factor": 8.0},
-    "llama3-32": LLAMA3 | {"factor": 32.0},
-    "yarn": {"factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 30.0},
-    "yarn-not-truncated": {"factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
-    "yarn-attention": {"factor": 4.0, "original_max_position_embeddings": 32768, "mscale": 0.707,
-                       "mscale_all_dim": 1.0},
-    "linear": {"factor": 8.0},
-    "dynamic": {"factor": 4.0},
-    "longrope": {"original_max_position_embeddings": 4096},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("tokens", [1000, 131072])
-@pytest.mark.parametrize("heads", [2, 4])  # of 128 and 64 dimensions
-@pytest.mark.parametrize("name", SCALINGS)
-def test_rope_angles_equal_transformers(name, heads, tokens):
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("torch")
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    kind = name.partition("-")[0]
-    rope = {"rope_type": kind, "rope_theta": 10000.0, **SCALINGS[name]}
-    if kind == "longrope":
-        rope["short_factor"] = np.linspace(1, 1.4, 128 // heads).tolist()
-        rope["long_factor"] = np.linspace(1, 60, 128 // heads).tolist()
-    sizes = {"vocab_size": 24, "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 1,
-             "num_attention_heads": heads, "max_position_embeddings": 65536}  # fmt: skip
-    theirs = transformers.LlamaConfig(**sizes, rope_parameters=dict(rope))
-    expected, factor = ROPE_INIT_FUNCTIONS[kind](theirs, "cpu", seq_len=tokens)
-    rotary = parse_config({"model_type": "llama", **sizes, "rope_scaling": rope}).rotary(0, tokens)
-    assert rotary.factor == pytest.approx(factor)
-    np.testing.assert_allclose(rotary.frequencies, expected.numpy(), rtol=2e-7)  # one unit in the last place
-    if kind == "llama3":  # the angle at the last position of Llama 3.1
-        difference = np.asarray(rotary.frequencies, np.float64) - expected.numpy()
-        assert np.abs(difference).max() * 131072 < 1e-3
+    for head_dim in (64, 80, 128):
+        config = dataclasses.replace(SMALL, head_dim=head_dim, rope_theta=5e5, rope_scaling=scaling)
+        np.testing.assert_array_equal(jax.jit(rope_frequencies, static_argnums=0)(config), rope_frequencies(config))
 
 
 def test_frequencies_depend_on_the_maximum_length():
@@ -127,14 +89,19 @@ def test_frequencies_depend_on_the_maximum_length():
         ),
         ({"query_heads": 3}, "query_heads=3 must be a multiple of kv_heads=2"),
         ({"head_dim": 5}, "head_dim=5 must be even"),
+        (GROUPS | {"expert_groups": 2, "scoring_func": "softmax"}, "expert_groups=2 needs scoring_func='sigmoid'"),
+        (GROUPS | {"expert_groups": 3}, "expert_groups=3 must divide experts=8"),
+        (GROUPS | {"expert_groups": 8, "expert_groups_per_token": 4}, "groups of at least two experts"),
+        (
+            GROUPS | {"expert_groups": 4, "expert_groups_per_token": 5},
+            "expert_groups_per_token=5 must be between 1 and",
+        ),
+        (GROUPS | {"expert_groups": 4}, "must have at least experts_per_token=3"),
         ({"windows": (3,)}, r"windows must have one entry per layer \(2\), got 1"),
     ],
 )
 def test_invalid_configurations_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **changes)
-
-
-def test_unknown_rope_scaling_is_refused():
     with pytest.raises(ValueError, match="kind='xpos'.*linear, llama3, yarn, longrope, dynamic"):
         RopeScaling("xpos", 2.0)

@@ -20,13 +20,15 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 60, (2, 24)))
 
 
 @pytest.mark.parametrize("shape", [(64, 5, 3), (48, 7), (7, 16)])
-@pytest.mark.parametrize("tokens", [1, 16, 40])
+@pytest.mark.parametrize("tokens", [1, 40])
 def test_products_equal_those_of_dequantized_weights(shape, tokens):
     rng = np.random.default_rng(0)
     weights = rng.normal(size=shape).astype(np.float32)
     values, scale = quantized.quantize(weights, 0)
     np.testing.assert_allclose(values * scale, weights, atol=np.abs(weights).max() / 127)
     assert values.dtype == np.int8 and np.abs(values).max() == 127
+    zeros = quantized.quantize(np.zeros((4, 3), np.float32), 0)
+    np.testing.assert_array_equal(zeros[0] * zeros[1], np.zeros((4, 3)))
     x = rng.normal(size=(tokens, shape[0])).astype(np.float32)
     expected = np.tensordot(x, values * scale, axes=1)
     np.testing.assert_allclose(jax.jit(quantized.multiply)(x, values, scale), expected, rtol=1e-5, atol=1e-5)
@@ -39,11 +41,6 @@ def test_tied_logits_equal_those_of_the_dequantized_table(size):
     x = rng.normal(size=(3, 24)).astype(np.float32)
     logits = jax.jit(quantized.multiply_transposed)(x, values, scale)
     np.testing.assert_allclose(logits, x @ (values * scale[:, None]).T, rtol=1e-5, atol=1e-5)
-
-
-def test_zero_channels_stay_zero():
-    values, scale = quantized.quantize(np.zeros((4, 3), np.float32), 0)
-    np.testing.assert_array_equal(values * scale, np.zeros((4, 3)))
 
 
 def dequantized(model, quantized_model):
@@ -62,7 +59,7 @@ def dequantized(model, quantized_model):
     return nnx.merge(graph, state)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "glm4_moe", "qwen2", "gemma4_experts"])
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "glm4_moe", "qwen2", "gemma4_experts", "qwen3_5"])
 def test_logits_equal_those_of_the_dequantized_model(family):
     model = formats.load_model(GOLDEN / family, jnp.float32)
     int8 = formats.load_model(GOLDEN / family, jnp.float32, weight_dtype="int8")
@@ -92,12 +89,10 @@ def test_bytes_and_generation(llms):
 def test_saves_name_the_dtype_of_weights(llms, tmp_path):
     llms[1].cache().read([1, 2, 3]).save(tmp_path / "run")
     assert llms[1].open(tmp_path / "run").tokens == (1, 2, 3)
-    with pytest.raises(ValueError, match="model.weight_dtype is 'int8'.* not 'float32'"):
-        llms[0].open(tmp_path / "run")
-
-
-def test_what_int8_weights_do_not_support(llms, tmp_path):
-    with pytest.raises(ValueError, match="needs a single device"):
-        load(tiny.directory(), mesh=kvjax.make_mesh(1), weight_dtype="int8")
-    with pytest.raises(ValueError, match="weight_dtype='int5' must be"):
-        load(tiny.directory(), weight_dtype="int5")
+    for call, message in (
+        (lambda: llms[0].open(tmp_path / "run"), "model.weight_dtype is 'int8'.* not 'float32'"),
+        (lambda: load(tiny.directory(), mesh=kvjax.make_mesh(1), weight_dtype="int8"), "needs a single device"),
+        (lambda: load(tiny.directory(), weight_dtype="int5"), "weight_dtype='int5' must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

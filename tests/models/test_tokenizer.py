@@ -141,6 +141,8 @@ def test_truncation_and_padding_of_training_are_disabled(backend, tmp_path):
     limited.enable_padding(length=50)
     tokenizer = load_tokenizer(write(tmp_path, limited))
     assert tokenizer.decode(tokenizer.encode("the cat sat")) == "the cat sat"
+    assert tokenizer.vocab_size == backend.get_vocab_size()
+    assert tokenizer.special_ids == {backend.token_to_id(BOS), backend.token_to_id(EOS)}
 
 
 @pytest.mark.parametrize(
@@ -166,21 +168,6 @@ def test_end_of_text_tokens(backend, tmp_path, files, expected):
     ids = {"bos": backend.token_to_id(BOS), "eos": backend.token_to_id(EOS)}
     expected = tuple(ids.get(token, token) for token in ([expected] if expected == "bos" else expected))
     assert load_tokenizer(write(tmp_path, backend, **files)).eos_ids == expected
-
-
-def test_vocab_size_and_special_ids(backend):
-    assert bare(backend).vocab_size == backend.get_vocab_size()
-    assert bare(backend).special_ids == {backend.token_to_id(BOS), backend.token_to_id(EOS)}
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    kind=st.sampled_from(list(KINDS)), text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="�▁"))
-)
-def test_streamed_parts_join_to_the_text(kind, text):
-    tokenizer = bare(KINDS[kind])
-    ids = tokenizer.encode(text)
-    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
 
 
 @settings(max_examples=100, deadline=None)
@@ -212,19 +199,14 @@ def test_any_tokens_can_be_streamed(kind, data):
     assert "".join(stream(tokenizer, ids)).endswith("the cat the cat ")
 
 
-def test_no_part_ends_inside_a_character(backend):
-    tokenizer = bare(backend)
-    text = "日本 😀é the 👩‍👩‍👧 cat"
-    parts = list(filter(None, stream(tokenizer, tokenizer.encode(text))))
-    assert len(parts) > 8 and not any("�" in part for part in parts)
-
-
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
-def test_special_tokens_and_incomplete_characters_are_streamed_as_decoded(backend, skip_special_tokens):
+def test_no_part_ends_inside_a_character_or_changes_what_is_decoded(backend, skip_special_tokens):
     tokenizer, options = bare(backend), {"skip_special_tokens": skip_special_tokens}
     ids = tokenizer.encode("the cat 😀")[:-1]
     ids[1:1] = [backend.token_to_id(EOS)]
     assert "".join(stream(tokenizer, ids, **options)) == tokenizer.decode(ids, **options)
+    parts = list(filter(None, stream(tokenizer, tokenizer.encode("日本 😀é the 👩‍👩‍👧 cat"))))
+    assert len(parts) > 8 and not any("�" in part for part in parts)
 
 
 def test_streaming_decodes_a_bounded_window(backend, monkeypatch):
@@ -290,36 +272,56 @@ OPTIONS_TEMPLATE = (
 
 
 OPTIONS_TOKENIZER = Tokenizer(KINDS["byte-level"], (), (), NAMES, OPTIONS_TEMPLATE)
+OPENING = "<s>[system]Be kind.[user] the cat "
 
 
-def test_template_options():
-    tokenizer = OPTIONS_TOKENIZER
-    question, start = MESSAGES[:1], "<s>[system]Be kind.[user] the cat "
-    for options, end in {
-        "{}": "[assistant]",
-        '{"enable_thinking": false}': "[assistant]<think></think>",
-        '{"tools": [{"name": "f"}], "add_generation_prompt": false}': '{"name": "f"}',
-        '{"continue_final_message": true}': "",
-    }.items():
-        options = chat_template.parse_options(options)
-        ids = tokenizer.encode_chat(question, template_options=options)
-        assert ids == tokenizer.encode_continuation(start + end, context=())
-    # The template trims answers.
-    messages = [*question, {"role": "assistant", "content": "Sure: "}]
-    assert tokenizer.render_chat(messages, template_options=options) == f"{start}[assistant]Sure:"
-    with pytest.raises(ValueError, match="requires a last message with a text"):
-        tokenizer.render_chat([{"role": "user", "content": None}], template_options=options)
-    for options, message in {
-        "think": "must be a dictionary",
-        '["think"]': "must be a JSON object",
-        "{": "is not JSON",
-        '{"enable_thinkin": true}': "does not use 'enable_thinkin'",
-        '{"messages": []}': "does not use 'messages'",
-        '{"continue_final_message": true, "add_generation_prompt": true}': "exclude each other",
-    }.items():
-        with pytest.raises((ValueError, TypeError), match=message):
-            value = options if options == "think" else chat_template.parse_options(options)
-            tokenizer.render_chat(question, template_options=value)
+@pytest.mark.parametrize(
+    ("options", "end"),
+    [
+        ("{}", "[assistant]"),
+        ('{"enable_thinking": false}', "[assistant]<think></think>"),
+        ('{"tools": [{"name": "f"}], "add_generation_prompt": false}', '{"name": "f"}'),
+        ('{"continue_final_message": true}', ""),
+    ],
+)
+def test_options_reach_the_template(options, end):
+    ids = OPTIONS_TOKENIZER.encode_chat(MESSAGES[:1], template_options=chat_template.parse_options(options))
+    assert ids == OPTIONS_TOKENIZER.encode_continuation(OPENING + end, context=())
+
+
+def test_a_continued_message_ends_as_the_template_trims_it():
+    messages = [*MESSAGES[:1], {"role": "assistant", "content": "Sure: "}]
+    text = OPTIONS_TOKENIZER.render_chat(messages, template_options={"continue_final_message": True})
+    assert text == f"{OPENING}[assistant]Sure:"
+    turn = OPTIONS_TOKENIZER.render_turn(MESSAGES[:1], {"enable_thinking": False})
+    assert turn == "[user] the cat [assistant]<think></think>"  # without the start of a conversation
+
+
+def check_options(text):
+    OPTIONS_TOKENIZER.render_chat(MESSAGES[:1], template_options=chat_template.parse_options(text))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: check_options('["think"]'), "must be a JSON object"),
+        (lambda: check_options("{"), "is not JSON"),
+        (lambda: check_options('{"enable_thinkin": true}'), "does not use 'enable_thinkin'"),
+        (lambda: check_options('{"messages": []}'), "does not use 'messages'"),
+        (lambda: check_options('{"continue_final_message": true, "add_generation_prompt": true}'),
+         "exclude each other"),
+        (lambda: OPTIONS_TOKENIZER.render_chat(MESSAGES, template_options="think"), "must be a dictionary"),
+        (lambda: OPTIONS_TOKENIZER.render_chat([{"role": "user", "content": None}],
+                                               template_options={"continue_final_message": True}),
+         "requires a last message with a text"),
+        (lambda: bare(KINDS["byte-level"]).render_chat(MESSAGES), "no chat template"),
+        (lambda: dataclasses.replace(OPTIONS_TOKENIZER, chat_template=TEMPLATE).render_chat([{"role": "tool"}]),
+         "Unknown role tool"),
+    ],
+)  # fmt: skip
+def test_invalid_options_and_messages_are_refused(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
 
 
 def test_a_message_that_the_template_omits_is_refused():
@@ -332,56 +334,30 @@ def test_a_message_that_the_template_omits_is_refused():
         role = messages[0]["role"]
         with pytest.raises(ValueError, match=f"omits the content of message 1, whose role is '{role}'"):
             tokenizer.render_chat([*MESSAGES[:1], *messages])
-    # Templates may change a content, or refuse the texts that it is tested with.
+    # Templates may change a content, put contents in another order, or refuse the texts that they are tested with.
     changed = "{% for m in messages %}{{ m.content.split('</think>')[-1] | upper | tojson }}{% endfor %}"
+    messages = [{"role": "assistant", "content": "<think>Hm</think>no\n"}, {"role": "tool", "content": " "}]
+    assert dataclasses.replace(tokenizer, chat_template=changed).render_chat(messages) == '"NO\\n"" "'
+    strict = "{% for m in messages | reverse %}{% if m.content is not string or m.content[:2] == '70' %}"
+    strict += "{{ raise_exception('no') }}{% endif %}{{ %s }}{% endfor %}"
+    messages = [{"role": "user", "content": content} for content in "abca"]
     assert (
-        dataclasses.replace(tokenizer, chat_template=changed).render_chat(
-            [{"role": "assistant", "content": "<think>Hm</think>no\n"}, {"role": "tool", "content": " "}]
-        )
-        == '"NO\\n"" "'
+        dataclasses.replace(tokenizer, chat_template=strict.replace("%s", "m.content")).render_chat(messages) == "acba"
     )
-    strict = (
-        "{% for m in messages %}{% if m.content != 'yes' %}{{ raise_exception('no') }}{% endif %}{{ %s }}{% endfor %}"
-    )
-    yes = [{"role": "user", "content": "yes"}]
-    assert dataclasses.replace(tokenizer, chat_template=strict.replace("%s", "m.content")).render_chat(yes) == "yes"
     with pytest.raises(ValueError, match="omits the content of message 0"):
-        dataclasses.replace(tokenizer, chat_template=strict.replace("%s", "1")).render_chat(yes)
+        dataclasses.replace(tokenizer, chat_template=strict.replace("%s", "1")).render_chat(messages[:1])
 
 
-@pytest.mark.parametrize("refused", [False, True])
-def test_the_time_to_render_is_linear_in_the_messages(refused):
+def test_the_time_to_render_is_linear_in_the_messages():
     """Also if the template refuses the texts with which the contents are tested."""
-    guard = "{% if m.content[:1] != 'a' %}{{ raise_exception('no') }}{% endif %}" if refused else ""
-    template = (
-        f"{{% for m in messages %}}{guard}{{% if m.role == 'user' %}}{{{{ m.content }}}}\n{{% endif %}}{{% endfor %}}"
-    )
+    template = "{% for m in messages %}{% if m.content[:1] != 'a' %}{{ raise_exception('no') }}{% endif %}"
+    template += "{% if m.role == 'user' %}{{ m.content }}\n{% endif %}{% endfor %}"
     tokenizer = dataclasses.replace(OPTIONS_TOKENIZER, chat_template=template)
-    messages = [{"role": "user", "content": f"a{number}"} for number in range(200_000)]
+    messages = [{"role": "user", "content": f"a{number}"} for number in range(100_000)]
     with time_limit(60):
         assert tokenizer.render_chat(messages).count("\n") == len(messages)
-        with pytest.raises(ValueError, match="omits the content of message 200000"):
+        with pytest.raises(ValueError, match="omits the content of message 100000"):
             tokenizer.render_chat([*messages, {"role": "critic", "content": "absent"}])
-
-
-def test_contents_are_found_in_any_order():
-    template = "{% for m in messages | reverse %}{% if m.content is string and m.content[:2] != '70' %}{{ m.content }}"
-    template += "{% else %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
-    tokenizer = dataclasses.replace(OPTIONS_TOKENIZER, chat_template=template)
-    assert tokenizer.render_chat([{"role": "user", "content": content} for content in "abca"]) == "acba"
-
-
-def test_a_turn_has_no_start_of_a_conversation():
-    text = OPTIONS_TOKENIZER.render_turn(MESSAGES[:1], {"enable_thinking": False})
-    assert text == "[user] the cat [assistant]<think></think>"
-
-
-def test_chat_errors(backend):
-    with pytest.raises(ValueError, match="no chat template"):
-        bare(backend).render_chat(MESSAGES)
-    tokenizer = Tokenizer(backend, (), (), NAMES, TEMPLATE)
-    with pytest.raises(ValueError, match="Unknown role tool"):
-        tokenizer.render_chat([{"role": "tool", "content": ""}])
 
 
 def test_broken_directories(backend, tmp_path):
@@ -396,20 +372,6 @@ def test_broken_directories(backend, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match="tokenizer_config.json is not JSON"):
         load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("add_bos_token", [None, True])
-def test_tokens_and_chat_equal_transformers(backend, tmp_path, add_bos_token):
-    transformers = pytest.importorskip("transformers")
-    config = NAMES | {"chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
-    config |= {} if add_bos_token is None else {"add_bos_token": add_bos_token}
-    write(tmp_path, with_bos(backend, f"{BOS} $A"), tokenizer_config=config)
-    ours, theirs = load_tokenizer(tmp_path), transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    for text in ("the cat", "", f"a {EOS} b", "日本 😀"):
-        assert ours.encode(text) == theirs(text)["input_ids"]
-        assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True)
-    rendered = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
-    assert ours.render_chat(MESSAGES) == rendered
 
 
 def test_fingerprints_write_nothing_to_standard_output(capfd):

@@ -5,19 +5,15 @@ import random
 import shutil
 
 import pytest
-import tokenizers
-from flax import nnx
-from tokenizers import decoders, models, pre_tokenizers
 
 from kvjax_models import language_model
 from kvjax_models.formats import chat_template
 from kvjax_models.formats.tokenizer import Tokenizer
-from kvjax_models.model.llama import Llama
-from tests.models.huggingface_files import save_model
-from tests.models.support import damage_bytes, memory_limit, small_config, time_limit
+from tests.models import tiny
+from tests.models.support import damage_bytes, memory_limit, time_limit
 
-CONFIG = small_config(vocab_size=264, width=8, mlp_width=8, head_dim=4, max_length=64)
-TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
+SIZES = {"width": 8, "mlp_width": 8, "layers": 1, "query_heads": 2, "kv_heads": 1, "head_dim": 4, "max_length": 64}
+CONFIG = tiny.make_config(**SIZES)
 MESSAGES = [{"role": "user", "content": "Hello"}]
 TEXT = "the cat sat"
 
@@ -25,29 +21,10 @@ TEXT = "the cat sat"
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A small model with all files that are read."""
-    directory = tmp_path_factory.mktemp("checkpoint")
-    save_model(directory, Llama(CONFIG, rngs=nnx.Rngs(0)), bos_token_id=256, eos_token_id=257)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE({token: number for number, token in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>"])
-    backend.save(str(directory / "tokenizer.json"))
-    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": TEMPLATE}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    (directory / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<s>"}}))
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [257]}))
+    directory = tiny.write(tmp_path_factory.mktemp("checkpoint"), template=tiny.TEMPLATE, **SIZES)
+    (directory / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": tiny.BOS}}))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [97]}))
     return directory
-
-
-@pytest.fixture
-def directory(checkpoint, tmp_path):
-    """A copy of the checkpoint that the test changes."""
-    return shutil.copytree(checkpoint, tmp_path / "model")
-
-
-def change_json(path, **changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def damage_file(directory, rng):
@@ -66,20 +43,18 @@ def is_refused(directory, case):
         with time_limit():
             llm = language_model.load(directory)
             ids = llm.encode(TEXT)
-            assert len(llm.tokenizer.decode(ids)) <= 1000 * len(TEXT), case
-            chat = llm.tokenizer.render_chat(MESSAGES) if llm.tokenizer.chat_template else ""
+            assert len(llm.tokenizer.decode(ids)) <= 1000 * len(TEXT)
+            if llm.tokenizer.chat_template:
+                llm.tokenizer.render_chat(MESSAGES)
             if llm.model.config != CONFIG:  # accepted values must also work
                 llm.generate(TEXT, max_new_tokens=2)
     except (ValueError, OSError, TypeError) as error:
-        message = str(error)
         names = [*(path.name for path in directory.iterdir()), directory.name, "chat template", "tokenizer"]
-        assert any(name in message for name in names), (case, message)
-        assert len(message) < 30_000, case
+        assert any(name in str(error) for name in names) and len(str(error)) < 30_000, (case, str(error))
         return True
     except AssertionError:
         raise AssertionError(f"{case}: too slow, or the text too long") from None
     assert all(0 <= token < CONFIG.vocab_size for token in ids), case
-    assert isinstance(chat, str), case
     return False
 
 
@@ -94,30 +69,31 @@ def test_damaged_directories(cases, checkpoint, tmp_path):
     assert num_refused > cases / 4  # most cases are damage
 
 
+SPLIT = {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
 UNKNOWN_TOKEN = [{"SpecialToken": {"id": "no", "type_id": 0}}]
-REFUSED = {  # changed values of a file, and the error
-    "config.json": [({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5'"), ({"num_hidden_layers": 3}, "missing: ")],
-    "generation_config.json": [
-        ({"eos_token_id": [264]}, "end-of-text token 264 exceeds the model's vocabulary of 264 tokens"),
-        ({"eos_token_id": -1}, "eos_token_id=-1"),
-        ({"eos_token_id": "2"}, "eos_token_id='2'"),
-        ({"eos_token_id": True}, "eos_token_id=True"),
-        ({"eos_token_id": {}}, "eos_token_id"),
-    ],
-    "tokenizer.json": [
-        ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}},
-         "tokenizer"),
-        ({"post_processor": {"type": "TemplateProcessing", "single": UNKNOWN_TOKEN, "pair": UNKNOWN_TOKEN,
-                             "special_tokens": {}}}, "tokenizer"),
-    ],
-}  # fmt: skip
+PROCESSOR = {"type": "TemplateProcessing", "single": UNKNOWN_TOKEN, "pair": UNKNOWN_TOKEN, "special_tokens": {}}
 
 
-@pytest.mark.parametrize("name, change, message", [(name, *case) for name in REFUSED for case in REFUSED[name]])
-def test_invalid_files_are_refused(name, change, message, directory):
-    if name == "tokenizer.json":
-        change_json(directory / "tokenizer_config.json", add_bos_token=None)
-    change_json(directory / name, **change)
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("config.json", {"num_hidden_layers": 3}, "missing: "),
+        (
+            "generation_config.json",
+            {"eos_token_id": [98]},
+            "end-of-text token 98 exceeds .* vocabulary of 98 tokens",
+        ),
+        ("generation_config.json", {"eos_token_id": -1}, "eos_token_id=-1"),
+        ("generation_config.json", {"eos_token_id": "2"}, "eos_token_id='2'"),
+        ("generation_config.json", {"eos_token_id": True}, "eos_token_id=True"),
+        ("generation_config.json", {"eos_token_id": {}}, "eos_token_id"),
+        ("tokenizer.json", {"pre_tokenizer": SPLIT}, "tokenizer"),
+        ("tokenizer.json", {"post_processor": PROCESSOR}, "tokenizer"),
+    ],
+)
+def test_invalid_files_are_refused(name, change, message, checkpoint, tmp_path):
+    directory = shutil.copytree(checkpoint, tmp_path / "model")
+    (directory / name).write_text(json.dumps(json.loads((directory / name).read_text()) | change))
     with pytest.raises(ValueError, match=message) as error:
         language_model.load(directory)
     assert str(directory) in str(error.value) or "the post_processor of tokenizer.json" in str(error.value)
@@ -153,25 +129,19 @@ def test_a_panic_of_a_tokenizer_is_an_error():
         tokenizer.decode([1])
 
 
-# --- Chat templates ---
-
-INVALID_TEMPLATES = {
-    "recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "division": "{{ 1 / 0 }}",
-    "attributes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "calls": "{{ cycler.__init__.__globals__.os.system('true') }}",
-    "mutation": "{{ messages.append(1) }}",
-    "include": "{% include '/etc/passwd' %}",
-    "syntax": "{% for %}",
-    "undefined": "{{ nothing.there.at.all }}",
-}
-
-
-@pytest.mark.parametrize("name", INVALID_TEMPLATES)
-def test_invalid_templates(name):
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ 1 / 0 }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ messages.append(1) }}",
+        "{% include '/etc/passwd' %}",
+        "{% for %}",
+        "{{ nothing.there.at.all }}",
+    ],
+)
+def test_templates_that_fail_or_leave_their_sandbox_are_refused(template):
     with pytest.raises(ValueError, match="the chat template refuses these messages: "):
-        chat_template.render(INVALID_TEMPLATES[name], MESSAGES, {"add_generation_prompt": True})
-
-
-def test_messages():
-    assert chat_template.render("{{ messages[0].content }}", [{"content": "é\n日本 😀"}]) == "é\n日本 😀"
+        chat_template.render(template, MESSAGES, {"add_generation_prompt": True})

@@ -23,31 +23,21 @@ def find_modules(package):
 
 
 def find_imports(path):
-    """Returns the modules and names that a file imports, also for type checkers and within functions."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            names |= {(node.module, alias.name) for alias in node.names}
-        elif isinstance(node, ast.Import):
-            names |= {(alias.name, None) for alias in node.names}
-    return names
+    """Returns the modules, and the names of modules, that a file imports, also for type checkers and in functions."""
+    nodes = list(ast.walk(ast.parse(path.read_text("utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    sources = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    return names | {f"{node.module}.{alias.name}" for node in sources for alias in node.names}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_imports_have_no_circles(package):
-    modules = find_modules(package)
-    graph = {}
+def test_imports_have_no_circles_and_go_to_no_package_above(package):
+    modules, names = find_modules(package), list(PACKAGES)
+    above, graph = names[names.index(package) + 1 :], {}
     for name, path in modules.items():
-        # `from a import b` needs the module b, or a name of a.
-        imports = {f"{one}.{other}" if f"{one}.{other}" in modules else one for one, other in find_imports(path)}
-        graph[name] = imports & modules.keys() - {name}
-    list(graphlib.TopologicalSorter(graph).static_order())  # raises a CycleError
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_packages_import_none_above_them(package):
-    names = list(PACKAGES)
-    above = names[names.index(package) + 1 :]
-    for name, path in find_modules(package).items():
-        found = {one for one, _ in find_imports(path) if one.partition(".")[0] in above}
+        imports = find_imports(path)
+        found = {one for one in imports if one.partition(".")[0] in above}
         assert not found, (name, found)
+        # `from a import b` needs the module b, or a name of a.
+        graph[name] = {one if one in modules else one.rpartition(".")[0] for one in imports} & modules.keys() - {name}
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises a CycleError

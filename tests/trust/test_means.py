@@ -65,14 +65,13 @@ def test_the_mean_value_does_not_drift(name, form, tokens):
     assert np.max(np.abs(output - expected)) < 3 * limit
 
 
-@pytest.mark.parametrize("name", each(POLICIES, quick=("chelsea",)))
-def test_a_row_without_new_tokens_does_not_change(name):
+def test_a_row_without_new_tokens_does_not_change():
     """In int8, where every compaction stores means again."""
     rng = np.random.default_rng(1)
-    spec = make_spec(batch=2, max_prompt_tokens=512, max_new_tokens=EVERY, kv_dtype="int8")
-    cache, counters = kvjax.init(POLICIES[name], spec, jax.random.split(jax.random.key(0), 2))
-    keys, values = (jnp.asarray(rng.normal(size=(2, 512, HEADS, DIM)), jnp.float32) for _ in range(2))
-    cache, counters, _ = kvjax.prefill(cache, counters, keys, values, jnp.array([512, 400]))
+    spec = make_spec(batch=2, max_prompt_tokens=256, max_new_tokens=EVERY, kv_dtype="int8")
+    cache, counters = kvjax.init(POLICIES["chelsea"], spec, jax.random.split(jax.random.key(0), 2))
+    keys, values = (jnp.asarray(rng.normal(size=(2, 256, HEADS, DIM)), jnp.float32) for _ in range(2))
+    cache, counters, _ = kvjax.prefill(cache, counters, keys, values, jnp.array([256, 200]))
     new, _ = kvjax.compact(*kvjax.append(cache, counters, keys[:, :40], values[:, :40], jnp.array([0, 40])))
     finished, other = ([kvjax.take_rows(x.state, jnp.array([row])) for x in (cache, new)] for row in range(2))
     jax.tree.map(lambda one, two: np.testing.assert_array_equal(key_data(one), key_data(two)), *finished)

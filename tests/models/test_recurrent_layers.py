@@ -1,4 +1,4 @@
-"""The gated delta rule against its definition, token by token in float64."""
+"""Recurrent layers: the gated delta rule against its definition, token by token in float64, and convolutions."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from kvjax_models.model.gated_delta import GatedDeltaNet, GatedDeltaSizes, gated_delta_rule
+from kvjax_models.model.short_convolution import ShortConvolution, ShortConvolutionSizes, convolve, last_inputs
 
 BATCH, HEADS, GROUP, KEY_DIM, VALUE_DIM = 2, 2, 3, 8, 6
 
@@ -63,18 +64,29 @@ def test_gradients_are_finite_for_large_decays():
     assert all(bool(jnp.isfinite(one).all()) for one in gradients)
 
 
-def make_layer(dtype=jnp.float32):
+def gated_delta_layer():
     sizes = GatedDeltaSizes(key_heads=HEADS, value_heads=HEADS * GROUP, key_dim=8, value_dim=6, kernel_size=4)
-    layer = GatedDeltaNet(16, sizes, 1e-6, dtype=dtype, rngs=nnx.Rngs(0))
-    return layer, sizes.init_state(BATCH, dtype)
+    return GatedDeltaNet(16, sizes, 1e-6, dtype=jnp.float32, rngs=nnx.Rngs(0))
 
 
-def test_tokens_in_parts_equal_one_pass():
-    layer, state = make_layer()
-    x = jax.random.normal(jax.random.key(0), (BATCH, 90, 16))
-    expected, last = layer(x, state, jnp.full(BATCH, 90))
+def convolution_layer():
+    sizes = ShortConvolutionSizes(channels=32, kernel_size=3, use_bias=True)
+    layer = ShortConvolution(16, sizes, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    layer.bias[...] = jax.random.normal(jax.random.key(2), 32)
+    return layer
+
+
+every_layer = pytest.mark.parametrize("make_layer", [gated_delta_layer, convolution_layer])
+
+
+@every_layer
+def test_tokens_in_parts_equal_one_pass(make_layer):
+    layer = make_layer()
+    state = layer.init_state(BATCH)
+    x = jax.random.normal(jax.random.key(0), (BATCH, 70, 16))
+    expected, last = layer(x, state, jnp.full(BATCH, 70))
     parts, first = [], 0
-    for size in (1, 2, 1, 40, 46):
+    for size in (1, 66, 1, 2):
         y, state = layer(x[:, first : first + size], state, jnp.full(BATCH, size))
         parts.append(y)
         first += size
@@ -82,16 +94,27 @@ def test_tokens_in_parts_equal_one_pass():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state, last)
 
 
+@every_layer
 @pytest.mark.parametrize("tokens", [1, 20])
-def test_padding_does_not_change_the_state(tokens):
-    layer, state = make_layer()
+def test_padding_does_not_change_the_state(make_layer, tokens):
+    layer = make_layer()
     x = jax.random.normal(jax.random.key(1), (BATCH, 30 + tokens, 16))
-    _, state = layer(x[:, :30], state, jnp.array([30, 2]))
-    _, unchanged = layer(x[:, 30:], state, jnp.array([tokens, 0]))
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1], b[1]), unchanged, state)
-    assert float(jnp.abs(unchanged.memory[0] - state.memory[0]).max()) > 1e-3
-    _, short = layer(x[1:, :2], layer.sizes.init_state(1, jnp.float32), jnp.array([2]))
+    _, state = layer(x[:, :30], layer.init_state(BATCH), jnp.array([30, 1]))
+    _, short = layer(x[1:, :1], layer.init_state(1), jnp.array([1]))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a[1:], b, atol=1e-6), state, short)
+    _, changed = layer(x[:, 30:], state, jnp.array([tokens, 0]))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[1], b[1]), changed, state)
+    assert all(jnp.abs(a[0] - b[0]).max() > 1e-3 for a, b in zip(*map(jax.tree.leaves, (changed, state)), strict=True))
+
+
+def test_convolutions_equal_numpy():
+    rng = np.random.default_rng(0)
+    x, kernel, last = rng.normal(size=(1, 5, 1)), rng.normal(size=(4, 1)), rng.normal(size=(1, 3, 1))
+    entire = np.concatenate([last, x], axis=1)
+    inputs = jnp.asarray(entire, jnp.float32)
+    expected = np.convolve(entire.reshape(-1), kernel[::-1].reshape(-1), mode="valid")
+    np.testing.assert_allclose(convolve(inputs, jnp.asarray(kernel)).reshape(-1), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(last_inputs(inputs, jnp.array([4]), 3), inputs[:, 4:7])
 
 
 def test_value_heads_must_share_key_heads_evenly():
