@@ -73,12 +73,12 @@ def test_budgets_are_percentages_of_all_tokens_or_of_the_prompt():
 
 def test_a_process_that_ended_is_an_error(tmp_path):
     with pytest.raises(RuntimeError, match="/bin/false .* ended; its Python must have torch and kvpress"):
-        presses.Presses("/bin/false", tmp_path, "float32").answer("KVzip", 10, [1, 2], [[3]], 4)
+        presses.Presses("/bin/false", tmp_path, "float32").answer(press="KVzip")
 
 
 def test_every_press_is_compared_or_left_out_with_a_reason():
     kvpress = pytest.importorskip("kvpress")
-    compared = {type(press.make(kvpress, 0.5)).__name__ for press in presses.PRESSES.values()}
+    compared = {type(presses.make_press(kvpress, press, 0.5)).__name__ for press in presses.PRESSES}
     left_out = {name for names in presses.LEFT_OUT.values() for name in names}
     assert compared.isdisjoint(left_out)
     assert {name for name in vars(kvpress) if name.endswith("Press")} <= compared | left_out
@@ -102,9 +102,9 @@ def test_answers_equal_the_pipeline_of_kvpress(tmp_path):
     for name in ("SnapKV", "KVzip"):
         for context in (document.context for document in documents):
             text = tokenizer.encode(context)
-            press = presses.PRESSES[name].make(kvpress, 1 - (200 + 0.5) / len(text))
+            press = presses.make_press(kvpress, name, 1 - (200 + 0.5) / len(text))
             expected = pipeline(context, questions=questions, press=press, max_new_tokens=24)["answers"]
-            reply = process.answer(name, 200, text, encoded, 24)
+            reply = process.answer(press=name, kept=200, text=text, questions=encoded, answer_tokens=24)
             assert reply["answers"] == expected
             np.testing.assert_allclose(reply["kept"], 200, atol=1)  # KVzip masks a share of all layers together
             assert reply["held"] == (200 if name == "SnapKV" else len(text))
