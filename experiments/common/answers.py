@@ -123,8 +123,8 @@ def measure_questions(options: Options, llm: LanguageModel, context: int) -> Ite
     """
     [text] = random_tokens(llm, options.seed, 1, context)
     questions = random_tokens(llm, options.seed + 1, options.questions, options.question_tokens)
-    sizes = {"max_new_tokens": options.question_tokens + options.tokens}
-    documents = make_possible(options.settings, lambda setting: setting.cache(llm).read(text, **sizes))
+    new = options.question_tokens + options.tokens
+    documents = make_possible(options.settings, lambda setting: setting.cache(llm).read(text, max_new_tokens=new))
 
     def ask(document: Document) -> None:
         serve(document.engine(rows=len(questions)), questions, options.tokens, document)
