@@ -161,17 +161,6 @@ def relative_errors(
     return distance.mean(axis=(1, 2))
 
 
-def clamped_errors(
-    attended: Float[np.ndarray, "R Q H_q D"], exact: Float[np.ndarray, "R Q H_q D"]
-) -> Float[np.ndarray, "R"]:
-    """Returns the error as BalanceKV's notebook computes it for Figures 1 and 3: |z - Attn| / |max(Attn, 1e-8)|.
-
-    The denominator omits negative entries, so the result is larger than `relative_errors`.
-    """
-    distance = np.linalg.norm(attended - exact, axis=-1) / np.linalg.norm(np.maximum(exact, 1e-8), axis=-1)
-    return distance.mean(axis=(1, 2))
-
-
 def weighted_terms(
     queries: Float[Array, "Q D"], keys: Float[Array, "S D"], log_weight: Float[Array, "S"] | float = 0.0
 ) -> Float[Array, "Q S"]:

@@ -150,7 +150,7 @@ def python(tmp_path, text, name="step", seconds=60.0):
 
 def test_failures_of_steps_stop_no_other_step(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "MIN_SECONDS", 0.0)
-    row = "import json, sys; open(sys.argv[2], 'a').write(json.dumps({'measure': 'test', 'test': 'a|b'}) + '\\n')"
+    row = "import json, sys; open(sys.argv[2], 'a').write(json.dumps({'measure': 'throughput', 'setting': 'a|b'}) + '\\n')"
     requested = [
         python(tmp_path, row, "first"),
         python(tmp_path, "raise SystemExit(3)", "fails"),
@@ -159,7 +159,7 @@ def test_failures_of_steps_stop_no_other_step(tmp_path, monkeypatch):
     ]
     device.run_steps(requested, tmp_path / "run", seconds=60)
     rows = device.read_rows(tmp_path / "run" / "results.jsonl")
-    assert [one["measure"] for one in rows] == ["test", "step", "step", "step", "test", "step"]
+    assert [one["measure"] for one in rows] == ["throughput", "step", "step", "step", "throughput", "step"]
     problems = {one["step"]: one["problem"] for one in rows if one["measure"] == "step"}
     assert problems == {"first": None, "fails": "exit code 3; see log.txt", "slow": "stopped after 1 s", "last": None}
     summary = (tmp_path / "run" / "summary.md").read_text()
