@@ -95,15 +95,12 @@ def babi(argument: str, request: Request) -> Task:
         raise ValueError(f"babi:{number} is not a task; pass babi:1 to babi:5")
     [path] = data_files.find(request.data_dir, "babi").glob(f"qa{number}_*_test.txt")
     stories = request.select(read_stories(path.read_text(encoding="utf-8")))
-    books = [
-        haystacks.sentences(" ".join(text.split())) for _, text in data_files.read_directory(request.data_dir, "books")
-    ]
-    documents = [
-        dataclasses.replace(
-            _hide_story(story, books, np.random.default_rng([request.seed, index]), request), name=str(index)
-        )
-        for index, story in enumerate(stories)
-    ]
+    texts = [" ".join(text.split()) for _, text in data_files.read_directory(request.data_dir, "books")]
+    books = [haystacks.sentences(text) for text in texts]
+    documents = []
+    for index, story in enumerate(stories):
+        document = _hide_story(story, books, np.random.default_rng([request.seed, index]), request)
+        documents.append(dataclasses.replace(document, name=str(index)))
     score = functools.partial(only_label, BABI_LABELS[number])
     return Task(tuple(documents), score=score, answer_tokens=BABI_ANSWER_TOKENS)
 

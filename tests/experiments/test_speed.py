@@ -1,6 +1,7 @@
 """Latency, throughput, and the steps of a run on a device."""
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -150,7 +151,8 @@ def python(tmp_path, text, name="step", seconds=60.0):
 
 def test_failures_of_steps_stop_no_other_step(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "MIN_SECONDS", 0.0)
-    row = "import json, sys; open(sys.argv[2], 'a').write(json.dumps({'measure': 'throughput', 'setting': 'a|b'}) + '\\n')"
+    written = json.dumps({"measure": "throughput", "setting": "a|b"})
+    row = f"import sys; open(sys.argv[2], 'a').write({written!r} + chr(10))"
     requested = [
         python(tmp_path, row, "first"),
         python(tmp_path, "raise SystemExit(3)", "fails"),
