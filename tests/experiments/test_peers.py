@@ -40,12 +40,9 @@ def stub(tmp_path, monkeypatch):
 
 def test_presses_have_rows_like_policies(stub, tmp_path):
     options = {"model": str(tiny.directory()), "task": ("niah_single_1",), "tokens": 1100, "documents": 2}
-    options |= {
-        "question": ("unseen", "seen"),
-        "press": ("KVzip", "SnapKV", "Knorm"),
-        "budget": ("70%", "70% of the prompt", "5%"),
-    }
-    options |= {"kvpress_python": str(stub), "output": tmp_path / "peers.jsonl"}
+    options |= {"question": ("unseen", "seen"), "press": ("KVzip", "SnapKV", "Knorm")}
+    options |= {"budget": ("70%", "70% of the prompt", "5%"), "kvpress_python": str(stub)}
+    options["output"] = tmp_path / "peers.jsonl"
     peers.main(peers.Options(**options))
     rows = read_rows([tmp_path / "peers.jsonl"])
     assert len(rows) == 3 * 3 * 2 * 2
@@ -122,11 +119,11 @@ def test_a_gguf_file_becomes_a_directory_for_transformers(family, tmp_path):
     assert load_tokenizer(tmp_path).encode("Who?") == tokenizer.encode("Who?")
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_transformers_decodes_with_its_caches(cache):
+def test_transformers_decodes_with_its_caches():
     torch, _ = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    writer = TransformersWriter(tiny.make_config(), "float32", context=20, tokens=3, cache=cache)
-    keys = writer.cache.layers[0].keys
-    assert len(writer()) == len(writer()) == 1
-    assert writer.cache.get_seq_length() == 26
-    torch.testing.assert_close(writer.cache.layers[0].keys[:, :, :20], keys[:, :, :20])
+    for cache in ("dynamic", "static"):
+        writer = TransformersWriter(tiny.make_config(), "float32", context=20, tokens=3, cache=cache)
+        keys = writer.cache.layers[0].keys
+        assert len(writer()) == len(writer()) == 1
+        assert writer.cache.get_seq_length() == 26
+        torch.testing.assert_close(writer.cache.layers[0].keys[:, :, :20], keys[:, :, :20])

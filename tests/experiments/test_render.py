@@ -7,7 +7,6 @@ import pytest
 
 from experiments import render
 from experiments.common import output, pictures
-from experiments.common.rows import read_rows
 from experiments.common.statistics import Estimate
 from tests.experiments.support import row, rows_of
 
@@ -24,25 +23,23 @@ def test_pages_are_current(path, results):
 
 
 def test_intervals_and_pictures_are_current(results):
+    assert all(row.error is None for row in results.rows)
     assert (render.RESULTS / "intervals.csv").read_text() == render.intervals(results.rows)
     names = {f"matrix_{model}_{question}.png" for model, question in render.matrices(results.cells)}
     assert names == {path.name for path in render.IMAGES.glob("matrix_*.png")}
 
 
-@pytest.mark.parametrize(
-    ("text", "policy"),
-    [
-        ("chelsea", ("Chelsea", False)),
-        ("chelsea:heads=auto", ("Chelsea", True)),
-        ("chelsea:compact_every=16", ("Chelsea", False)),
-        ("chelsea:first=0.25,decay=0", None),
-        ("subgen:light_values=0,self_normalization=0.0", ("SubGen", False)),
-        ("auto of version 0.3", None),
-        ("kvpress KVzip", ("kvpress KVzip", False)),
-    ],
-)
-def test_names_of_policies(text, policy):
-    assert render.policy_of(text) == policy
+def test_names_of_policies():
+    names = {
+        "chelsea": ("Chelsea", False),
+        "chelsea:heads=auto": ("Chelsea", True),
+        "chelsea:compact_every=16": ("Chelsea", False),
+        "chelsea:first=0.25,decay=0": None,
+        "subgen:light_values=0,self_normalization=0.0": ("SubGen", False),
+        "auto of version 0.3": None,
+        "kvpress KVzip": ("kvpress KVzip", False),
+    }
+    assert {text: render.policy_of(text) for text in names} == names
 
 
 def sized(fraction, **options):
@@ -93,26 +90,20 @@ def test_cells_of_models_with_few_heads_have_4_bits(monkeypatch):
         assert found == {"full cache": 1.0, "Chelsea": expected}
 
 
-def test_the_matrix_has_a_cell_per_score(cells):
+def test_pictures_have_a_cell_and_a_label_per_score(cells):
     figure = pictures.matrix(render.matrices(cells)["m", "unseen"], "m")
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert len(figure.axes[0].patches) == 6  # the full cache above both budgets
     assert texts.count("0.50") == 1 and texts.count("6") == 6
     labels = [text.get_text() for text in figure.axes[0].get_yticklabels()]
     assert labels == ["full cache", "auto", "Chelsea, with profile", "Chelsea"]
-
-
-def test_what_is_retained(cells):
+    texts = [text.get_text() for text in pictures.score_by_bytes(cells, ["Chelsea"]).axes[0].texts]
+    assert {"full cache", "auto", "kvpress KVzip", "Chelsea 0.00", "Chelsea 1.00"} <= set(texts)
+    assert any("profile" in text for text in texts) and any("published" in text for text in texts)
     full, half = (next(cell for cell in cells if cell.policy == name) for name in ("full cache", "auto"))
     assert pictures.retained(half, full) == 0.5
     loss = half.line._replace(mean=Estimate(1.15))
     assert pictures.retained(half._replace(metric="nll", line=loss), full) == pytest.approx(0.5)
-
-
-def test_the_picture_has_labels_beside_its_points(cells):
-    texts = [text.get_text() for text in pictures.score_by_bytes(cells, ["Chelsea"]).axes[0].texts]
-    assert {"full cache", "auto", "kvpress KVzip", "Chelsea 0.00", "Chelsea 1.00"} <= set(texts)
-    assert any("profile" in text for text in texts) and any("published" in text for text in texts)
 
 
 @pytest.fixture
@@ -158,15 +149,6 @@ def test_the_picture_by_length_has_a_panel_per_length(few_bits):
     assert [axes.get_title() for axes in figure.axes] == ["100 tokens, 4 to 6 texts", "200 tokens, 6 texts"]
 
 
-def test_all_settings_of_a_length(few_bits):
-    header, _, *lines = render.lengths_table("m, 100", render.Results(few_bits, [])).splitlines()
-    assert header == "|  | held | `facts` (6) | `other` (6) |"
-    assert lines[0] == "| exact | 100.0% | 1.00 | 1.00 |" and lines[-1].startswith(
-        "| auto @ 12.5% | 12.5% | 0.50 (-0.50"
-    )
-    assert len(lines) == 5 and all(line.endswith("| - |") for line in lines[1:])
-
-
 def test_blocks_of_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(render, "RESULTS", tmp_path)
     figures = [output.figure("b", 2.0, setting="x"), output.figure("a", Estimate(1.0, 0.5, 1.5), setting="x")]
@@ -181,8 +163,3 @@ def test_the_file_of_intervals():
     lines = render.intervals([*rows_of("exact", "a", [1.0, 0.0]), *rows_of("auto", "a", [1.0, 1.0])]).splitlines()
     assert lines[1].startswith("m,a,100,unseen,float32,score,auto @ 25%,0.2500,,0.0000,1.0000,1.0000,1.0000,0.5000,")
     assert len(lines) == 3 and len({line.count(",") for line in lines}) == 1
-
-
-def test_rows_of_the_checkout_are_complete():
-    rows = read_rows(sorted(render.RESULTS.glob("*.jsonl.gz")))
-    assert rows and all(row.error is None for row in rows)
