@@ -10,7 +10,6 @@ kernels of every program, and fails if a program does not compile or a step need
 
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +22,6 @@ from experiments.common import flags, timing
 from experiments.common.compilers import prepare_compiler
 from experiments.common.console import print_table
 from experiments.common.flags import Flags, repeatable, run_command
-from experiments.common.output import append_row
 from experiments.common.shapes import find_shape, first_layers, random_model
 from experiments.compile import Program, compile_program, kernels, place, single_device
 from kvjax_models import LanguageModel
@@ -45,7 +43,6 @@ class Options(Flags):
     step: tuple[str, ...] = repeatable()  # Only these steps; repeatable.
     layers: int = 4  # Layers of the compiled models.
     card: str = flags.one_of("h200", tuple(MEMORY_GB))  # The card whose memory a step may use.
-    results: pathlib.Path | None = None  # File of JSON lines, to which a row per program is appended.
 
 
 def abstract_llm(name: str, layers: int | None = None) -> LanguageModel:
@@ -132,8 +129,6 @@ def main(options: Options) -> None:
             for row in compile_step(step, options, sharding):
                 rows.append(row)
                 print(*row.values(), sep=" | ", flush=True)
-                if options.results is not None:
-                    append_row(options.results, row)
     print_table(f"JAX {jax.__version__}", COLUMNS, [[str(row[name]) for name in COLUMNS] for row in rows])
     if problems := [f"{row['step']}: {row['program']}: {row['problem']}" for row in rows if row["problem"]]:
         raise SystemExit("\n".join(problems))

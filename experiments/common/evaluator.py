@@ -185,9 +185,8 @@ class Evaluator:
             # The first token is predicted by the exact prefill.
             return caches.text_size(document), [Score(-float(np.mean(log_probs[1:])))]
         if self.task.kind == "choose":
-            scores = [
-                choose(item, document.score([item.tokens + choice for choice in item.choices])) for item in unit.items
-            ]
+            texts = [[item.tokens + choice for choice in item.choices] for item in unit.items]
+            scores = [choose(item, document.score(one)) for item, one in zip(unit.items, texts, strict=True)]
             return caches.text_size(document), scores
         engine = document.engine(rows=self.rows)
         for item in unit.items:

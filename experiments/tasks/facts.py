@@ -44,7 +44,7 @@ def make_task(argument: str, request: Request) -> Task:
     """
     if argument not in ("", haystacks.DOCS):
         raise ValueError(f"facts:{argument} is not a task; pass facts or facts:docs")
-    documents = request.generate(lambda rng, _: generate(rng, argument, request))
+    documents = request.generate(lambda rng, _: _generate(rng, argument, request))
     return Task(documents, score=_score, answer_tokens=ANSWER_TOKENS, stop="\n")
 
 
@@ -52,7 +52,7 @@ def _score(answer: str, question: Question) -> float:
     return float(is_word(answer, question.answers[0]))
 
 
-def generate(rng: np.random.Generator, source: str, request: Request) -> Document:
+def _generate(rng: np.random.Generator, source: str, request: Request) -> Document:
     """Returns the longest document that fits, with the facts in random order and at equal distances."""
     words, answers = haystacks.words(rng, source, request.data_dir), make_answers(rng)
     order = rng.permutation(len(FACTS))

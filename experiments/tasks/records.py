@@ -53,14 +53,13 @@ def _key_value_document(
     if len(asked) > len(values):
         raise ValueError(f"kv_retrieval:{questions} asks for more keys than the {len(values)} of an object")
 
+    texts = tuple(Question(KEY_VALUE_QUESTION.format(key=one), (values[one],), KEY_VALUE_ANSWER) for one in asked)
+
     def make(size: int) -> Document:
         """Makes an object with `size` - 1 pairs that no question asks for, in the published order."""
         kept = {*asked, *order[: size - 1]}
         lines = ",\n ".join(f'"{name}": "{value}"' for name, value in values.items() if name in kept)
-        return Document(
-            KEY_VALUE_CONTEXT.format(records=lines),
-            tuple(Question(KEY_VALUE_QUESTION.format(key=one), (values[one],), KEY_VALUE_ANSWER) for one in asked),
-        )
+        return Document(KEY_VALUE_CONTEXT.format(records=lines), texts)
 
     return longest_that_fits(make, request, KEY_VALUE_ANSWER_TOKENS, len(order) + 1)
 
