@@ -13,7 +13,6 @@ import dataclasses
 import heapq
 import inspect
 import pathlib
-import sys
 import time
 from typing import Any, NamedTuple
 
@@ -91,10 +90,7 @@ class Outcome:
 def main(options: Options) -> None:
     """Answers the questions with every method, prints the tables and draws the picture."""
     begin = time.perf_counter()
-    try:
-        llm = load(options.model)
-    except FileNotFoundError as error:
-        sys.exit(f"{error}")
+    llm = load(options.model)
     expected = make_answers(np.random.default_rng(options.seed))
     text = make_text(expected)
     print(f"{options.model} reads a text and answers {len(FACTS)} questions with every method.")
@@ -105,7 +101,7 @@ def main(options: Options) -> None:
     Console(width=WIDTH).print(answer_table(outcomes, expected))
     show(outcomes)
     path = options.output_dir / "demo.png"
-    draw(path, outcomes)
+    draw(path, next(one for one in outcomes if one.method.name == SHOWN))
     print(f"\nPicture: {path}")
     print(f"Total time: {time.perf_counter() - begin:.0f} s. Later runs reuse compiled programs.")
     print("Next:")
@@ -171,17 +167,12 @@ def answer_table(outcomes: list[Outcome], expected: list[str]) -> Table:
 
 def show(outcomes: list[Outcome]) -> None:
     """Prints the number of correct answers, memory and times."""
-    lines = [
-        (
-            outcome.method.name,
-            f"{sum(outcome.right)}/{len(outcome.right)}",
-            f"{format_bytes(outcome.cache_bytes)} ({outcome.cache_bytes / outcome.full_bytes:.0%})",
-            f"{outcome.read_bytes / outcome.full_bytes:.0%}",
-            f"{outcome.read_seconds:.1f}",
-            f"{1000 * outcome.token_seconds:.0f}",
-        )
-        for outcome in outcomes
-    ]
+    lines = []
+    for one in outcomes:
+        held, read = (f"{part / one.full_bytes:.0%}" for part in (one.cache_bytes, one.read_bytes))
+        times = f"{one.read_seconds:.1f}", f"{1000 * one.token_seconds:.0f}"
+        right, cache = f"{sum(one.right)}/{len(one.right)}", f"{format_bytes(one.cache_bytes)} ({held})"
+        lines.append((one.method.name, right, cache, read, *times))
     print_table("Results", ("method", "right", "cache", "read", "compress, s", "ms/token"), lines)
     for outcome in outcomes:
         print(f"{outcome.method.name}: {outcome.method.note}")
@@ -191,33 +182,14 @@ def show(outcomes: list[Outcome]) -> None:
     print("One text, twelve questions: two or three answers more may be chance.")
 
 
-def draw(path: pathlib.Path, outcomes: list[Outcome]) -> None:
-    """Draws answers, memory and time, one bar per method, and the tokens that every KV head keeps."""
-    panels = (
-        ("right answers", [float(sum(outcome.right)) for outcome in outcomes]),
-        ("cache in MB", [outcome.cache_bytes / 1e6 for outcome in outcomes]),
-        ("ms per token", [1000 * one.token_seconds for one in outcomes]),
-    )
-    figure = plt.figure(figsize=(11, 4.6), layout="constrained")
-    grid = figure.add_gridspec(len(panels), 2, width_ratios=(1, 1.6))
-    for row, (title, values) in enumerate(panels):
-        axis = figure.add_subplot(grid[row, 0])
-        bars = axis.barh([outcome.method.name for outcome in outcomes], values, color=["0.6"] + ["C0"] * len(values))
-        axis.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
-        axis.set_title(title, fontsize=9, loc="left")
-        axis.set_xlim(0, 1.18 * max(*values, 1e-9))
-        axis.set_xticks([])
-        axis.tick_params(labelsize=8)
-        axis.invert_yaxis()
-        axis.spines[["top", "right", "bottom"]].set_visible(False)
-    axis = figure.add_subplot(grid[:, 1])
-    for outcome in outcomes:
-        if outcome.kept is not None:
-            layers, heads, tokens = outcome.kept.shape
-            shares = np.sqrt(np.clip(outcome.kept, 0, 1)).reshape(layers * heads, tokens)
-            axis.imshow(shares, aspect="auto", cmap="Blues", interpolation="nearest")
-            axis.set_title(f"tokens that {outcome.method.name} keeps: a row per KV head", fontsize=9, loc="left")
-            axis.set(xlabel="position in the text", ylabel="KV head, by layer")
+def draw(path: pathlib.Path, outcome: Outcome) -> None:
+    """Draws the tokens that every KV head keeps."""
+    layers, heads, tokens = outcome.kept.shape
+    figure, axis = plt.subplots(figsize=(8, 4.6), layout="constrained")
+    shares = np.sqrt(np.clip(outcome.kept, 0, 1)).reshape(layers * heads, tokens)
+    axis.imshow(shares, aspect="auto", cmap="Blues", interpolation="nearest")
+    axis.set_title(f"tokens that {outcome.method.name} keeps: a row per KV head", fontsize=9, loc="left")
+    axis.set(xlabel="position in the text", ylabel="KV head, by layer")
     plots.save(figure, path)
 
 

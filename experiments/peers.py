@@ -162,22 +162,13 @@ def answer(process: presses.Presses, task: Task, press: str, rows: Sequence[Row]
         return [dataclasses.replace(row, error=str(error)) for row in rows]
     is_of_text = str(rows[0].budget).endswith(OF_PROMPT)
     fraction = reply["kept"] / len(context) if is_of_text else (reply["kept"] + later) / (len(context) + later)
-    assert task.score is not None
+    sizes: dict[str, Any] = {"cache_fraction": fraction, "read_fraction": fraction, "prompt_tokens": len(context)}
+    sizes["tail_fraction"] = later / len(context) if is_of_text else None
+    sizes["settings"] = {"held_tokens": reply["held"], "kept_tokens": reply["kept"]}
     done = []
     for row, item, text in zip(rows, unit.items, reply["answers"], strict=True):
-        text = text if task.stop is None else text.strip().partition(task.stop)[0]
-        done.append(
-            dataclasses.replace(
-                row,
-                score=float(task.score(text, item.question)),
-                answer=text,
-                prompt_tokens=len(context),
-                cache_fraction=fraction,
-                read_fraction=fraction,
-                tail_fraction=later / len(context) if is_of_text else None,
-                settings={"held_tokens": reply["held"], "kept_tokens": reply["kept"]},
-            )
-        )
+        score, answer = task.score_answer(text, item.question)
+        done.append(dataclasses.replace(row, score=score, answer=answer, **sizes))
     return done
 
 

@@ -192,8 +192,9 @@ class Evaluator:
         for item in unit.items:
             engine.add(item.tokens, document, max_new_tokens=self.task.answer_tokens)
         completions, _ = engine.complete()
-        pairs = zip(unit.items, completions, strict=True)
-        return caches.text_size(document), [self._score_answer(item, one.text) for item, one in pairs]
+        pairs = zip(completions, unit.items, strict=True)
+        scores = [Score(*self.task.score_answer(one.text, item.question)) for one, item in pairs]
+        return caches.text_size(document), scores
 
     def _continue(self, unit: Unit, generator: Generator, state: GenerationState) -> Measured:
         """Answers the question of a prompt, which is compressed with it, or scores the rest of a passage."""
@@ -210,7 +211,7 @@ class Evaluator:
         prefix = Prefix.of(generator, unit.text, state, num_first=len(unit.text))
         engine.add([], prefix, max_new_tokens=self.task.answer_tokens)
         [completion], _ = engine.complete()
-        return size, [self._score_answer(item, completion.text)]
+        return size, [Score(*self.task.score_answer(completion.text, item.question))]
 
     def _trace(self, unit: Unit, document: Document, answers: list[Any]) -> Measured:
         """Compares next-token distributions with the full cache's, along its answers."""
@@ -227,13 +228,6 @@ class Evaluator:
         state, [log_probs] = generator.score(generator.init_state(seed), [unit.text])
         size = caches.sequence_size(generator, len(unit.text), kvjax.cache_bytes(state.layers).host)
         return dataclasses.replace(size, tail_fraction=0.0), [Score(-float(np.mean(log_probs[1:])))]
-
-    def _score_answer(self, item: Item, answer: str) -> Score:
-        """Scores a generated answer."""
-        assert self.task.score is not None
-        if self.task.stop is not None:
-            answer = answer.strip().partition(self.task.stop)[0]
-        return Score(float(self.task.score(answer, item.question)), answer)
 
     def _rows(self, unit: Unit, setting: Setting, **fields: Any) -> list[Row]:
         """Returns the rows of a unit without scores."""
