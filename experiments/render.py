@@ -36,29 +36,15 @@ MARKERS = re.compile(r"(<!-- render: ([^\n]+) -->\n).*?(<!-- end -->)", re.DOTAL
 
 # The systems of the five papers, with the policy that is the published one.
 SYSTEMS = {
-    "subgen": "SubGen",
-    "clustergen": "ClusterGen",
-    "balancekv": "BalanceKV",
-    "clusterkv": "ClusterKV",
+    "subgen": "SubGen", "clustergen": "ClusterGen", "balancekv": "BalanceKV", "clusterkv": "ClusterKV",
     "chelsea": "Chelsea",
-}
-NAMES = {
-    "exact": FULL_CACHE,
-    "auto": "auto",
-    **SYSTEMS,
-    "subgen_mean": "SubGen, means",
-    "balancekv_theory": "BalanceKV, theory",
-    "snapkv": "SnapKV",
-    "kvzip": "KVzip",
-    "kvzap": "KVzap",
-    "h2o": "H2O",
-    "pyramidkv": "PyramidKV",
-    "streaming_llm": "StreamingLLM",
-    "uniform": "uniform sample",
-    "quest": "Quest",
-    "infinigen": "InfiniGen",
+}  # fmt: skip
+NAMES = SYSTEMS | {
+    "exact": FULL_CACHE, "auto": "auto", "subgen_mean": "SubGen, means", "balancekv_theory": "BalanceKV, theory",
+    "snapkv": "SnapKV", "kvzip": "KVzip", "kvzap": "KVzap", "h2o": "H2O", "pyramidkv": "PyramidKV",
+    "streaming_llm": "StreamingLLM", "uniform": "uniform sample", "quest": "Quest", "infinigen": "InfiniGen",
     "cam": "CaM",
-}
+}  # fmt: skip
 # The published form, where the default settings differ from it.
 PUBLISHED = {"subgen:light_values=0,self_normalization=0.0": "subgen"}
 ALL_TOKENS = ("exact", "auto", "clusterkv", "quest", "infinigen")  # the model's profile changes nothing
@@ -155,14 +141,13 @@ def figures(results: Results) -> dict[str, pictures.plt.Figure]:
         for (*case, tokens, _), rows in few_bits_cases(results.rows).items()
         if case == [model, task]
     }
-    return {
+    drawn = {
         "score_by_bytes.png": pictures.score_by_bytes(front, SYSTEMS.values()),
         "score_by_length.png": pictures.score_by_length(panels, f"{model}, {task}, asked after compression"),
-        **{
-            f"matrix_{model}_{question}.png": pictures.matrix(cells, f"{model}, question {question}")
-            for (model, question), cells in matrices(results.cells).items()
-        },
     }
+    for (model, question), cells in matrices(results.cells).items():
+        drawn[f"matrix_{model}_{question}.png"] = pictures.matrix(cells, f"{model}, question {question}")
+    return drawn
 
 
 # Rows, and cells: one per policy, budget and task.

@@ -231,27 +231,14 @@ class Evaluator:
 
     def _rows(self, unit: Unit, setting: Setting, **fields: Any) -> list[Row]:
         """Returns the rows of a unit without scores."""
-        return [
-            Row(
-                model=self.model,
-                task=self.task.name,
-                policy=setting.policy,
-                budget=setting.label,
-                kv_dtype=setting.kv_dtype,
-                question="seen" if self.question_seen else "unseen",
-                tokens=self.tokens,
-                seed=self.seed,
-                document=unit.document,
-                item=item.number,
-                score=None,
-                metric="nll" if self.task.kind in ("continue", "stream") else "score",
-                dtype=str(jnp.dtype(self.llm.model.embedding.param_dtype)),
-                prompt_tokens=len(unit.text),
-                chance=1 / len(item.choices) if item.choices else 0.0,
-                **fields,
-            )
-            for item in unit.items
-        ]
+        labels: dict[str, Any] = {"model": self.model, "task": self.task.name, "policy": setting.policy}
+        labels |= {"budget": setting.label, "kv_dtype": setting.kv_dtype, "tokens": self.tokens, "seed": self.seed}
+        labels["question"] = "seen" if self.question_seen else "unseen"
+        labels["metric"] = "nll" if self.task.kind in ("continue", "stream") else "score"
+        labels["dtype"] = str(jnp.dtype(self.llm.model.embedding.param_dtype))
+        labels |= {"document": unit.document, "prompt_tokens": len(unit.text), "score": None} | fields
+        chances = [1 / len(item.choices) if item.choices else 0.0 for item in unit.items]
+        return [Row(item=item.number, chance=one, **labels) for item, one in zip(unit.items, chances, strict=True)]
 
 
 def memory_bytes() -> int:
