@@ -117,10 +117,8 @@ def measure_error(options: Options, case: Case) -> list[Figure]:
         _, held, read = draws[0]
         labels: dict[str, Any] = {"setting": str(setting), "case": case.name, "held": held, "read": read}
         labels |= {"tokens": options.tokens, "seeds": options.seeds, "draws": options.draws}
-        errors = {"relative_error": streams.relative_errors, "clamped_error": streams.clamped_errors}
-        for metric, function in errors.items():
-            samples = np.mean([function(attended, exact) for attended, _, _ in draws], axis=0)
-            figures.append(_over_seeds(metric, samples, **labels))
+        samples = np.mean([streams.relative_errors(attended, exact) for attended, _, _ in draws], axis=0)
+        figures.append(_over_seeds("relative_error", samples, **labels))
     print_figures(f"Relative error of attention, {case.name}", figures, "setting")
     return figures
 
@@ -282,7 +280,7 @@ def measure_similarity(options: Options, case: Case) -> list[Figure]:
     ]
     shares = 1 - np.asarray(share_without_edge(keys))
     figures += [
-        figure("share_with_edge", mean_interval(share), setting=f"KV head {head}", case=case.name)
+        _over_seeds("share_with_edge", share, setting=f"KV head {head}", case=case.name)
         for head, share in enumerate(shares.T)
     ]
     print_figures(f"Similarity of keys and values, {case.name}", figures, "setting")

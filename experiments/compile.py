@@ -15,6 +15,7 @@ large as the caches. `--schedule` prints the TPU compiler's schedule of every ke
 """
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import pathlib
@@ -22,7 +23,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +44,7 @@ from kvjax_models.model.llama import Llama
 from kvjax_models.runner import lowering, prefill
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.state import cache_specs
+from pallas_kernels.benchmarking import describe
 
 # The smallest topology of each kind.
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
@@ -81,16 +83,16 @@ class Program(NamedTuple):
 
     Attributes:
         name: name in tables.
-        lowered: the lowered program.
+        lower: lowers the program.
         kernels: minimum number of kernels in it.
         cache: bytes of the largest buffer that it must not copy; None if it may copy.
         layers: layers per step; None if the program is not a decode step.
     """
 
     name: str
-    lowered: jax.stages.Lowered
-    kernels: int
-    cache: int | None
+    lower: Callable[[], jax.stages.Lowered]
+    kernels: int = 0
+    cache: int | None = None
     layers: int | None = None
 
 
@@ -117,16 +119,7 @@ def main(options: Options) -> None:
 
 
 def compile_for(options: Options, device: str, dump: pathlib.Path | None = None) -> list[Figure]:
-    """Compiles everything for a device.
-
-    Args:
-        options: the options.
-        device: the device.
-        dump: directory of the schedules.
-
-    Returns:
-        A figure per program.
-    """
+    """Compiles everything for a device; returns a figure per program, with schedules from the directory `dump`."""
     sharding = single_device(device)
     with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):  # kernels depend on the target
         programs = [
@@ -163,7 +156,12 @@ def kernel_programs(options: Options, sharding: jax.sharding.Sharding, device: s
             continue
         # Compression may change the layout of its inputs; a decode step may not.
         largest = max(x.size * x.dtype.itemsize for x in jax.tree.leaves(args))
-        yield Program(name, lowered, kernels=1, cache=largest if name.startswith(DECODING_OPS) else None)
+        must_not_copy = largest if name.startswith(DECODING_OPS) else None
+        yield Program(name, functools.partial(_lowered, lowered), kernels=1, cache=must_not_copy)
+
+
+def _lowered(program: jax.stages.Lowered) -> jax.stages.Lowered:
+    return program
 
 
 def kernels(
@@ -192,27 +190,21 @@ def decoding_programs(options: Options, sharding: jax.sharding.Sharding) -> Iter
     """Yields a block of decode steps of every policy and head dimension."""
     for model in abstract_models(options):
         for setting in caches.parse_settings(options.policy, options.budget):
-            sizes: dict[str, Any] = {
-                "batch": options.batch,
-                "max_prompt_tokens": options.context_tokens,
-                "max_new_tokens": 512,
-            }
-            spec = cache_specs(model, **sizes)[0]
-            policy = setting.resolve(spec, options.context_tokens)
+            tokens, batch = options.context_tokens, options.batch
+            sizes: dict[str, Any] = {"max_prompt_tokens": tokens, "batch": batch, "max_new_tokens": 512}
+            policy = setting.resolve(cache_specs(model, **sizes)[0], tokens)
             scorer = zero_scorer(model.config)
             generator = Generator(model, policy, **sizes, scorer=scorer)
             state = jax.eval_shape(generator.init_state)
-            shorter = Generator(
-                model, policy, **sizes | {"max_prompt_tokens": options.context_tokens // 2}, scorer=scorer
-            )
-            other = jax.eval_shape(shorter.with_batch(2 * options.batch).init_state)
+            sizes |= {"max_prompt_tokens": tokens // 2, "batch": 2 * batch}
+            other = jax.eval_shape(Generator(model, policy, **sizes, scorer=scorer).init_state)
             largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.layers[0]))
             for states in ((state,), (state, other)):
                 groups = "" if len(states) == 1 else ", two groups of rows"
                 placed = [place(one, sharding) for one in states]
                 yield Program(
                     f"{setting} D={model.config.head_dim}, {options.layers} layers{groups}",
-                    lowering.lower_decode(generator, *placed, sharding=sharding),
+                    functools.partial(lowering.lower_decode, generator, *placed, sharding=sharding),
                     kernels=len(states) * options.layers,
                     cache=largest,
                     layers=options.layers,
@@ -225,9 +217,9 @@ def prefill_programs(options: Options, sharding: jax.sharding.Sharding, device: 
         tokens, dtype = options.context_tokens, model.embedding.param_dtype
         x = jax.ShapeDtypeStruct((1, tokens // CHUNK, CHUNK, model.config.width), dtype)
         layer, args = place((model.layers[0], (x, jax.ShapeDtypeStruct((1,), jnp.int32))), sharding)
-        lowered = prefill.prefill_layer.lower(layer, model.config.rotary(0, tokens), None, False, 0, *args)
-        name = f"prefill D={model.config.head_dim}, one of the layers"
-        yield Program(name, lowered, kernels=int(device in TOPOLOGIES), cache=None)
+        rotary = model.config.rotary(0, tokens)
+        lower = functools.partial(prefill.prefill_layer.lower, layer, rotary, None, False, 0, *args)
+        yield Program(f"prefill D={model.config.head_dim}, one of the layers", lower, int(device in TOPOLOGIES))
 
 
 def abstract_models(options: Options) -> Iterator[Llama]:
@@ -252,23 +244,14 @@ def place(tree: Any, sharding: jax.sharding.Sharding) -> Any:
 
 
 def compile_program(program: Program, device: str, dump: pathlib.Path | None = None) -> Figure:
-    """Compiles a program.
-
-    Args:
-        program: the program.
-        device: the device.
-        dump: directory of the schedules.
-
-    Returns:
-        A figure with the bytes of temporaries; `problem` is a message or None.
-    """
+    """Compiles a program; returns a figure with the bytes of temporaries, whose `problem` is a message or None."""
     begin = time.perf_counter()
     labels: dict[str, Any] = {"argument_bytes": 0, "kernels": 0, "launches_per_layer": None, "problem": None}
     temporaries = 0
     try:
-        compiled = program.lowered.compile()
+        compiled = program.lower().compile()
     except Exception as error:  # any error of the compiler is a result
-        labels["problem"] = next(iter(str(error).splitlines()), type(error).__name__)
+        labels["problem"] = describe(error)
     else:
         memory = compiled.memory_analysis()
         assert memory is not None

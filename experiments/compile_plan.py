@@ -10,8 +10,6 @@ kernels of every program, and fails if a program does not compile or a step need
 
 import dataclasses
 import functools
-import pathlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,15 +22,14 @@ from experiments.common import flags, timing
 from experiments.common.compilers import prepare_compiler
 from experiments.common.console import print_table
 from experiments.common.flags import Flags, repeatable, run_command
-from experiments.common.output import append_row
 from experiments.common.shapes import find_shape, first_layers, random_model
-from experiments.compile import kernels, place, single_device
+from experiments.compile import Program, compile_program, kernels, place, single_device
 from kvjax_models import LanguageModel
 from kvjax_models.runner.generator import common_scorer
 from kvjax_models.runner.prefill import prefill_layer
 from kvjax_models.runner.repetition import make_repetitions, repeat_layer
 from pallas_kernels import benchmark_all
-from pallas_kernels.benchmarking import array_bytes, describe
+from pallas_kernels.benchmarking import array_bytes
 
 Lower = Callable[[], jax.stages.Lowered]
 MEMORY_GB = {"h100": 74.0, "h200": 130.0}  # that JAX may use, with a fraction of .92
@@ -46,7 +43,6 @@ class Options(Flags):
     step: tuple[str, ...] = repeatable()  # Only these steps; repeatable.
     layers: int = 4  # Layers of the compiled models.
     card: str = flags.one_of("h200", tuple(MEMORY_GB))  # The card whose memory a step may use.
-    results: pathlib.Path | None = None  # File of JSON lines, to which a row per program is appended.
 
 
 def abstract_llm(name: str, layers: int | None = None) -> LanguageModel:
@@ -101,30 +97,25 @@ def compile_step(step: device.Step, options: Options, sharding: jax.sharding.Sha
     """Compiles the programs of a step and yields a row per program."""
     held, largest = 0.0, 0.0
     if step.module == "experiments.speed":
-        given = flags.parse(speed.Options, step.flags)
-        programs, held = speed_programs(given, options.layers, sharding), step_gigabytes(given)
+        flags_of_step = flags.parse(speed.Options, step.flags)
+        programs = speed_programs(flags_of_step, options.layers, sharding)
+        held = step_gigabytes(flags_of_step)
     elif step.module.startswith("pallas_kernels"):
         measured = kernels(benchmark_all.OPS, "MEASURED", sharding, "h200")
         programs = ((name, functools.partial(function.lower, *args)) for name, function, args in measured)
     else:
         return
     for name, lower in programs:
-        row: dict[str, Any] = {"step": step.name, "program": name, "temporary_gb": None, "kernels": None, "problem": ""}
-        begin = time.perf_counter()
-        try:
-            compiled = lower().compile()
-            memory: Any = compiled.memory_analysis()
-            row["temporary_gb"] = round(memory.temp_size_in_bytes / 1e9, 3)
-            row["kernels"] = (compiled.as_text() or "").count('custom_call_target="mosaic_gpu')
-            largest = max(largest, row["temporary_gb"])
-        except Exception as error:  # any error of the compiler is a result
-            row["problem"] = describe(error)
-        yield row | {"seconds": round(time.perf_counter() - begin, 1)}
+        one = compile_program(Program(name, lower), "h200")
+        gigabytes = round(one["value"] / 1e9, 3)
+        largest = max(largest, gigabytes)
+        values = step.name, name, one["compile_seconds"], gigabytes, one["kernels"], one["problem"] or ""
+        yield dict(zip(COLUMNS, values, strict=True))
     if held:
-        problem = "" if held + largest < MEMORY_GB[options.card] else f"more than {MEMORY_GB[options.card]} GB"
-        yield {"step": step.name, "program": f"weights and caches: {held:.1f} GB", "seconds": 0.0} | {
-            "temporary_gb": largest, "kernels": None, "problem": problem
-        }  # fmt: skip
+        limit = MEMORY_GB[options.card]
+        problem = "" if held + largest < limit else f"more than {limit} GB"
+        values = step.name, f"weights and caches: {held:.1f} GB", 0.0, largest, None, problem
+        yield dict(zip(COLUMNS, values, strict=True))
 
 
 def main(options: Options) -> None:
@@ -138,8 +129,6 @@ def main(options: Options) -> None:
             for row in compile_step(step, options, sharding):
                 rows.append(row)
                 print(*row.values(), sep=" | ", flush=True)
-                if options.results is not None:
-                    append_row(options.results, row)
     print_table(f"JAX {jax.__version__}", COLUMNS, [[str(row[name]) for name in COLUMNS] for row in rows])
     if problems := [f"{row['step']}: {row['program']}: {row['problem']}" for row in rows if row["problem"]]:
         raise SystemExit("\n".join(problems))

@@ -13,8 +13,6 @@ import dataclasses
 import heapq
 import inspect
 import pathlib
-import re
-import sys
 import time
 from typing import Any, NamedTuple
 
@@ -28,7 +26,7 @@ from rich.text import Text
 from experiments.common import plots
 from experiments.common.console import print_table
 from experiments.common.flags import Flags, run_command
-from experiments.tasks.facts import ANSWER_TOKENS, FACTS, make_answers
+from experiments.tasks.facts import ANSWER_TOKENS, FACTS, is_word, make_answers
 from kvjax.budget import format_bytes
 from kvjax_models import LanguageModel, load
 
@@ -80,36 +78,30 @@ class Outcome:
 
     method: DemoMethod
     answers: list[str]
-    cache_bytes: int = 0  # of the compressed text
-    read_bytes: int = 0  # of the text, per step
-    full_bytes: int = 0  # of a full bfloat16 cache of the text
-    read_seconds: float = 0.0
-    token_seconds: float = 0.0  # per token of one sequence
-    kept: Any = None  # share of a slot of every token [layers, KV heads, tokens], of the method `SHOWN`
-
-    def right(self, expected: list[str]) -> list[bool]:
-        """Returns for every answer whether it contains the expected value as a word."""
-        return [value in re.findall(r"[\w-]+", answer) for answer, value in zip(self.answers, expected, strict=True)]
+    right: list[bool]  # whether each answer is right
+    cache_bytes: int  # of the compressed text
+    read_bytes: int  # of the text, per step
+    full_bytes: int  # of a full bfloat16 cache of the text
+    read_seconds: float
+    token_seconds: float  # per token of one sequence
+    kept: Any  # share of a slot of every token [layers, KV heads, tokens], of the method `SHOWN`
 
 
 def main(options: Options) -> None:
     """Answers the questions with every method, prints the tables and draws the picture."""
     begin = time.perf_counter()
-    try:
-        llm = load(options.model)
-    except FileNotFoundError as error:
-        sys.exit(f"{error}")
+    llm = load(options.model)
     expected = make_answers(np.random.default_rng(options.seed))
     text = make_text(expected)
     print(f"{options.model} reads a text and answers {len(FACTS)} questions with every method.")
     outcomes = []
     for method in DEMO:
-        outcomes.append(answer(llm, method, text))
-        print(f"{method.name}: {sum(outcomes[-1].right(expected))} of {len(expected)} answers are right", flush=True)
+        outcomes.append(answer(llm, method, text, expected))
+        print(f"{method.name}: {sum(outcomes[-1].right)} of {len(expected)} answers are right", flush=True)
     Console(width=WIDTH).print(answer_table(outcomes, expected))
-    show(outcomes, expected)
+    show(outcomes)
     path = options.output_dir / "demo.png"
-    draw(path, outcomes, expected)
+    draw(path, next(one for one in outcomes if one.method.name == SHOWN))
     print(f"\nPicture: {path}")
     print(f"Total time: {time.perf_counter() - begin:.0f} s. Later runs reuse compiled programs.")
     print("Next:")
@@ -129,7 +121,7 @@ def make_text(answers: list[str]) -> str:
     return "\n\n".join(paragraphs)
 
 
-def answer(llm: LanguageModel, method: DemoMethod, text: str) -> Outcome:
+def answer(llm: LanguageModel, method: DemoMethod, text: str, expected: list[str]) -> Outcome:
     """Compresses the text and asks all questions; every answer starts with the sentence of its fact."""
     cache = llm.cache(method.policy, method.budget, kv_dtype=method.kv_dtype)
     begin = time.perf_counter()
@@ -143,9 +135,11 @@ def answer(llm: LanguageModel, method: DemoMethod, text: str) -> Outcome:
     completions = document.ask(questions, max_new_tokens=ANSWER_TOKENS)
     timed = [document.ask(questions[:1], max_new_tokens=ANSWER_TOKENS, return_details=True) for _ in range(2)]
     [one], usage = timed[-1]  # the first run compiles
+    answers = [text.strip().partition("\n")[0] for text in completions]
     return Outcome(
         method,
-        [text.strip().partition("\n")[0] for text in completions],
+        answers,
+        [is_word(answer, value) for answer, value in zip(answers, expected, strict=True)],
         document.cache_bytes,
         document.prefix.read_bytes,
         document.full_cache_bytes,
@@ -162,31 +156,23 @@ def answer_table(outcomes: list[Outcome], expected: list[str]) -> Table:
     table.add_column("fact", width=14, no_wrap=True)
     for outcome in outcomes:
         table.add_column(outcome.method.name, width=10, no_wrap=True)
-    columns = [zip(outcome.answers, outcome.right(expected), strict=True) for outcome in outcomes]
-    cells = [[_cell(answer, right) for answer, right in column] for column in columns]
     for number, value in enumerate(expected):
-        table.add_row(value, *(column[number] for column in cells))
+        cells = [
+            Text("ok", "green") if one.right[number] else Text(f"{WRONG}{one.answers[number][:8]}", "red")
+            for one in outcomes
+        ]
+        table.add_row(value, *cells)
     return table
 
 
-def _cell(answer: str, right: bool) -> Text:
-    """Returns "ok", or the start of a wrong answer with a mark."""
-    return Text("ok", "green") if right else Text(f"{WRONG}{answer[:8]}", "red")
-
-
-def show(outcomes: list[Outcome], expected: list[str]) -> None:
+def show(outcomes: list[Outcome]) -> None:
     """Prints the number of correct answers, memory and times."""
-    lines = [
-        (
-            outcome.method.name,
-            f"{sum(outcome.right(expected))}/{len(expected)}",
-            f"{format_bytes(outcome.cache_bytes)} ({outcome.cache_bytes / outcome.full_bytes:.0%})",
-            f"{outcome.read_bytes / outcome.full_bytes:.0%}",
-            f"{outcome.read_seconds:.1f}",
-            f"{1000 * outcome.token_seconds:.0f}",
-        )
-        for outcome in outcomes
-    ]
+    lines = []
+    for one in outcomes:
+        held, read = (f"{part / one.full_bytes:.0%}" for part in (one.cache_bytes, one.read_bytes))
+        times = f"{one.read_seconds:.1f}", f"{1000 * one.token_seconds:.0f}"
+        right, cache = f"{sum(one.right)}/{len(one.right)}", f"{format_bytes(one.cache_bytes)} ({held})"
+        lines.append((one.method.name, right, cache, read, *times))
     print_table("Results", ("method", "right", "cache", "read", "compress, s", "ms/token"), lines)
     for outcome in outcomes:
         print(f"{outcome.method.name}: {outcome.method.note}")
@@ -196,33 +182,14 @@ def show(outcomes: list[Outcome], expected: list[str]) -> None:
     print("One text, twelve questions: two or three answers more may be chance.")
 
 
-def draw(path: pathlib.Path, outcomes: list[Outcome], expected: list[str]) -> None:
-    """Draws answers, memory and time, one bar per method, and the tokens that every KV head keeps."""
-    panels = (
-        (f"right answers of {len(expected)}", [float(sum(outcome.right(expected))) for outcome in outcomes]),
-        ("cache in MB", [outcome.cache_bytes / 1e6 for outcome in outcomes]),
-        ("ms per token", [1000 * one.token_seconds for one in outcomes]),
-    )
-    figure = plt.figure(figsize=(11, 4.6), layout="constrained")
-    grid = figure.add_gridspec(len(panels), 2, width_ratios=(1, 1.6))
-    for row, (title, values) in enumerate(panels):
-        axis = figure.add_subplot(grid[row, 0])
-        bars = axis.barh([outcome.method.name for outcome in outcomes], values, color=["0.6"] + ["C0"] * len(values))
-        axis.bar_label(bars, fmt="%.3g", padding=3, fontsize=8)
-        axis.set_title(title, fontsize=9, loc="left")
-        axis.set_xlim(0, 1.18 * max(*values, 1e-9))
-        axis.set_xticks([])
-        axis.tick_params(labelsize=8)
-        axis.invert_yaxis()
-        axis.spines[["top", "right", "bottom"]].set_visible(False)
-    axis = figure.add_subplot(grid[:, 1])
-    for outcome in outcomes:
-        if outcome.kept is not None:
-            layers, heads, tokens = outcome.kept.shape
-            shares = np.sqrt(np.clip(outcome.kept, 0, 1)).reshape(layers * heads, tokens)
-            axis.imshow(shares, aspect="auto", cmap="Blues", interpolation="nearest")
-            axis.set_title(f"tokens that {outcome.method.name} keeps: a row per KV head", fontsize=9, loc="left")
-            axis.set(xlabel="position in the text", ylabel="KV head, by layer")
+def draw(path: pathlib.Path, outcome: Outcome) -> None:
+    """Draws the tokens that every KV head keeps."""
+    layers, heads, tokens = outcome.kept.shape
+    figure, axis = plt.subplots(figsize=(8, 4.6), layout="constrained")
+    shares = np.sqrt(np.clip(outcome.kept, 0, 1)).reshape(layers * heads, tokens)
+    axis.imshow(shares, aspect="auto", cmap="Blues", interpolation="nearest")
+    axis.set_title(f"tokens that {outcome.method.name} keeps: a row per KV head", fontsize=9, loc="left")
+    axis.set(xlabel="position in the text", ylabel="KV head, by layer")
     plots.save(figure, path)
 
 

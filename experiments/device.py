@@ -6,7 +6,7 @@
 
 It needs no network, no installation and no make; PYTHONPATH must contain `models`. Every step is a process with a time
 limit. Each row is on disk at once, and a step that fails or exceeds its limit does not stop the others. OUT gets
-`results.jsonl` (a row per test, kernel, setting and step), `log.txt` and `summary.md`. `experiments.compile_plan`
+`results.jsonl` (a row per kernel, setting and step), `log.txt` and `summary.md`. `experiments.compile_plan`
 compiles the programs of all steps without a GPU.
 """
 
@@ -91,7 +91,7 @@ def speed_step(
 
 def steps(quick: bool = False) -> list[Step]:
     """Returns all steps, the most important ones first."""
-    tests = ("-m", "gpu_kernel", "tests/pallas_kernels/test_weighted_decode.py", "-p", "experiments.common.pytest_rows")
+    tests = ("-m", "gpu_kernel", "tests/pallas_kernels/test_weighted_decode.py")
     plan = [
         Step("tests", "pytest", (*tests, "-n", "12", "--timeout=60"), 90, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
         Step("kernels", "pallas_kernels.benchmark_all", ("--op", "weighted_decode"), 120),
@@ -110,7 +110,7 @@ def _quick(step: Step) -> Step:
     """Returns a step with small sizes and one policy, for any machine."""
     if step.module == "pytest":
         keep = "test_the_gpu_kernel and (nothing or one or bfloat16)"
-        return step._replace(flags=("-k", keep, *step.flags[2:5]))
+        return step._replace(flags=("-k", keep, *step.flags[2:3]))
     if step.module.startswith("pallas_kernels"):
         return step._replace(flags=("--quick", *step.flags))
     sizes = {"32768": "512", "131072": "768", "8192": "512", "64": "4", "128": "4"}
@@ -151,10 +151,11 @@ def run_step(step: Step, directory: pathlib.Path, seconds: float) -> str | None:
     Returns:
         The problem, or None.
     """
-    results, option = directory / RESULTS, "--output" if step.module.startswith("pallas_kernels") else "--results"
-    words = [sys.executable, "-m", step.module, *step.flags, option, str(results)]
+    words = [sys.executable, "-m", step.module, *step.flags]
     if step.module == "experiments.speed":
-        words += ["--output_dir", str(ROOT / "build" / "device" / step.name)]
+        words += ["--results", str(directory / RESULTS), "--output_dir", str(ROOT / "build" / "device" / step.name)]
+    elif step.module != "pytest":
+        words += ["--output", str(directory / RESULTS)]
     paths = [str(ROOT), str(ROOT / "models"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / "build" / "device" / "jax"),  # the steps share programs
@@ -197,20 +198,12 @@ def read_rows(results: pathlib.Path) -> list[dict[str, Any]]:
 
 # The columns of each table: the rows that it shows, and its columns.
 TABLES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "Tests": ("tests", ("passed", "failed", "skipped", "seconds")),
-    "Failed tests": ("test", ("test", "problem")),
-    "Limits": (
-        "limits of the machine",
-        ("device", "memory_bandwidth_gb_s", "matmul_gflops", "ms_per_token_of_weights"),
-    ),
-    "Decode steps": (
-        "latency",
-        (
-            "setting", "context_tokens", "rows", "ms_per_token", "promised_ms_per_token", "share_of_bandwidth",
-            "ms_per_token_ratio", "compaction_ms_per_token", "cache_fraction", "launches_per_layer", "decode_bytes",
-            "prefill_seconds", "compress_seconds", "problem",
-        ),
-    ),
+    "Limits": ("limits of the machine", ("memory_bandwidth_gb_s", "matmul_gflops", "ms_per_token_of_weights")),
+    "Decode steps": ("latency", (
+        "setting", "context_tokens", "rows", "ms_per_token", "promised_ms_per_token", "share_of_bandwidth",
+        "ms_per_token_ratio", "compaction_ms_per_token", "cache_fraction", "launches_per_layer", "decode_bytes",
+        "prefill_seconds", "compress_seconds", "problem",
+    )),
     "transformers": ("transformers", ("setting", "context_tokens", "ms_per_token", "peak_bytes", "problem")),
     "Requests": ("throughput", ("setting", "context_tokens", "rows", "requests_per_second", "tokens_per_second")),
     "Kernels": ("kernel", ("op", "case", "form", "seconds", "share_of_limit", "error", "problem")),

@@ -18,8 +18,8 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -32,6 +32,7 @@ from kvjax_models.document import Document
 from kvjax_models.engine import Engine
 from kvjax_models.runner.sampling import GREEDY, Sampling
 
+Asked: TypeAlias = tuple[list[int], Document | None]  # a prompt, or a question and its document
 _MEASURES = ("batch", "documents", "mixed", "kept", "requests")
 
 
@@ -51,20 +52,10 @@ class Options(Flags):
 
 
 class Load:
-    """Random requests to one model.
-
-    Attributes:
-        options: the options.
-        cache: the model with its cache.
-    """
+    """Random requests to one model with the cache that the options name."""
 
     def __init__(self, options: Options, llm: LanguageModel) -> None:
-        """Stores the arguments, and makes the cache that the options name.
-
-        Args:
-            options: the options.
-            llm: the model.
-        """
+        """Makes the cache of `llm`."""
         self.options, self.llm = options, llm
         self.cache: CachedModel = llm.cache(options.policy, options.budget)
         self._random = np.random.default_rng(options.seed)
@@ -73,27 +64,26 @@ class Load:
         """Returns random tokens."""
         return self._random.integers(0, self.llm.model.config.vocab_size, count).tolist()
 
+    def documents(self, *lengths: int) -> list[Document]:
+        """Returns random documents."""
+        return [self.cache.read(self.tokens(length), max_new_tokens=128) for length in lengths]
+
     def measure_batch(self) -> dict[str, Any]:
         """Returns seconds of eight prompts of 600 tokens at once, and of one."""
-        prompts = [self.tokens(600) for _ in range(8)]
-        engines = [self.cache.engine(rows=rows) for rows in (1, 8)]
-        seconds = self._alternate([lambda: self._run(engines[0], prompts[:1]), lambda: self._run(engines[1], prompts)])
-        return _compare("seconds", *seconds)
+        prompts: list[Asked] = [(self.tokens(600), None) for _ in range(8)]
+        return self._compare("seconds", prompts[:1], prompts)
 
     def measure_documents(self) -> dict[str, Any]:
         """Returns milliseconds of a step of questions to several documents, and to one."""
-        documents = [self.cache.read(self.tokens(count), max_new_tokens=128) for count in (370, 900, 1800, 3500)]
-        questions = [self.tokens(16) for _ in documents]
-        return self._compare_steps(
-            [(question, documents[-1]) for question in questions], [*zip(questions, documents, strict=True)]
-        )
+        documents = self.documents(370, 900, 1800, 3500)
+        mixed: list[Asked] = [(self.tokens(16), one) for one in documents]
+        return self._compare("ms_per_step", [(question, documents[-1]) for question, _ in mixed], mixed)
 
     def measure_mixed(self) -> dict[str, Any]:
         """Returns milliseconds of a step of questions and prompts, and of as many long prompts."""
-        documents = [self.cache.read(self.tokens(count), max_new_tokens=128) for count in (900, 1800)]
-        mixed: list[tuple[list[int], Document | None]] = [(self.tokens(16), one) for one in documents * 2]
+        mixed: list[Asked] = [(self.tokens(16), one) for one in self.documents(900, 1800) * 2]
         mixed += [(self.tokens(count), None) for count in (100, 1500)]
-        return self._compare_steps([(self.tokens(1500), None) for _ in mixed], mixed)
+        return self._compare("ms_per_step", [(self.tokens(1500), None) for _ in mixed], mixed)
 
     def measure_kept(self) -> dict[str, Any]:
         """Returns the bytes of a conversation of 40 tokens."""
@@ -107,8 +97,7 @@ class Load:
 
     def measure_requests(self) -> dict[str, Any]:
         """Returns counts of random requests, and of answers that differ from those alone."""
-        rng = random.Random(self.options.seed)
-        documents = [self.cache.read(self.tokens(count), max_new_tokens=128) for count in (200, 700, 1500, 3000)]
+        rng, documents = random.Random(self.options.seed), self.documents(200, 700, 1500, 3000)
         engine = self.cache.engine(rows=self.options.rows, max_prefill_tokens=2048, stream_interval=8)
         requests = [_make_request(self, rng, documents) for _ in range(self.options.requests)]
         waiting, numbers, aborted = iter(range(len(requests))), dict[int, int](), set[int]()
@@ -129,20 +118,15 @@ class Load:
                     if index in aborted and rng.random() < 0.5:
                         engine.abort(output.number)
                     continue
-                gaps.append(self._differs(requests[index], tokens.pop(index), index in aborted))
+                gaps.append(self._gap(requests[index], tokens.pop(index), index in aborted))
                 if len(gaps) in (len(requests) // 5, len(requests)):
                     memory.append(sum(x.nbytes for x in jax.live_arrays()))
                 if len(gaps) % 100 == 0:
                     logging.info("%d requests: %s", len(gaps), _count(gaps))
-        return {
-            "requests": len(requests),
-            "aborted": len(aborted),
-            "programs": engine.num_programs,
-            "bytes_after_a_fifth_and_all": memory,
-            **_count(gaps),
-        }
+        counts = {"requests": len(requests), "aborted": len(aborted), "programs": engine.num_programs}
+        return {**counts, "bytes_after_a_fifth_and_all": memory, **_count(gaps)}
 
-    def _differs(self, request: dict[str, Any], tokens: Sequence[int], was_aborted: bool) -> float | None:
+    def _gap(self, request: dict[str, Any], tokens: Sequence[int], was_aborted: bool) -> float | None:
         """Compares an answer with the one alone.
 
         Returns:
@@ -154,36 +138,28 @@ class Load:
             alone = alone[: len(tokens)]
         if alone == [*tokens]:
             return None
-        place = next((i for i, pair in enumerate(zip(alone, tokens, strict=False)) if pair[0] != pair[1]), None)
-        if place is None:
-            return float("inf")
-        return gap_at(outputs, request["sampling"], place)
+        pairs = enumerate(zip(alone, tokens, strict=False))
+        place = next((place for place, (one, other) in pairs if one != other), None)
+        return float("inf") if place is None else gap_at(outputs, request["sampling"], place)
 
-    def _compare_steps(self, *cases: Sequence[tuple[list[int], Document | None]]) -> dict[str, Any]:
-        """Returns milliseconds of a step of two mixes of requests."""
-        engines = [self.cache.engine(rows=8) for _ in cases]
+    def _compare(self, metric: str, base: Sequence[Asked], other: Sequence[Asked]) -> dict[str, Any]:
+        """Returns medians of two alternating mixes of requests, and of their ratios; the first two runs compile."""
+        engines = [self.cache.engine(rows=1 if len(asked) == 1 else 8) for asked in (base, other)]
+        pairs = list(zip(engines, (base, other), strict=True))
+        runs = [[self._run(*pair)[metric] for pair in pairs] for _ in range(self.options.repetitions + 2)][2:]
+        medians = [statistics.median(values) for values in zip(*runs, strict=True)]
+        ratio = statistics.median(two / one for one, two in runs)
+        values = {f"base_{metric}": medians[0], metric: medians[1], "ratio": ratio}
+        return {name: float(f"{value:.4g}") for name, value in values.items()}
 
-        def steps(engine: Engine, requests: Sequence[tuple[list[int], Document | None]]) -> float:
-            before = engine.decode_seconds
-            for prompt, document in requests:
-                engine.add(prompt, document, max_new_tokens=self.options.answer_tokens)
-            engine.complete()
-            return 1000 * (engine.decode_seconds - before) / self.options.answer_tokens
-
-        runs = [lambda pair=pair: steps(*pair) for pair in zip(engines, cases, strict=True)]
-        return _compare("ms_per_step", *self._alternate(runs))
-
-    def _run(self, engine: Engine, prompts: Sequence[list[int]]) -> float:
-        begin = time.perf_counter()
-        for prompt in prompts:
-            engine.add(prompt, max_new_tokens=self.options.answer_tokens)
+    def _run(self, engine: Engine, asked: Sequence[Asked]) -> dict[str, float]:
+        """Returns the seconds of requests, and the milliseconds of a step."""
+        begin, before = time.perf_counter(), engine.decode_seconds
+        for prompt, document in asked:
+            engine.add(prompt, document, max_new_tokens=self.options.answer_tokens)
         engine.complete()
-        return time.perf_counter() - begin
-
-    def _alternate(self, runs: Sequence[Callable[[], float]]) -> list[list[float]]:
-        """Returns the values of every run; the first two compile."""
-        values = [[run() for run in runs] for _ in range(self.options.repetitions + 2)]
-        return [list(column) for column in zip(*values[2:], strict=True)]
+        milliseconds = 1000 * (engine.decode_seconds - before) / self.options.answer_tokens
+        return {"seconds": time.perf_counter() - begin, "ms_per_step": milliseconds}
 
 
 def _make_request(load: Load, rng: random.Random, documents: Sequence[Document]) -> dict[str, Any]:
@@ -205,13 +181,6 @@ def _count(gaps: Sequence[float | None]) -> dict[str, int]:
     """Returns how many answers differ from those alone, and how many by more than rounding."""
     differing = [gap for gap in gaps if gap is not None]
     return {"differ": len(differing), "differ_by_more_than_rounding": sum(gap > NEAR for gap in differing)}
-
-
-def _compare(name: str, base: list[float], other: list[float]) -> dict[str, Any]:
-    """Returns medians of two runs, and the median of their ratios."""
-    ratio = statistics.median(two / one for one, two in zip(base, other, strict=True))
-    values = {f"base_{name}": statistics.median(base), name: statistics.median(other), "ratio": ratio}
-    return {key: float(f"{value:.4g}") for key, value in values.items()}
 
 
 def main(options: Options) -> None:

@@ -22,6 +22,7 @@ count as bfloat16, also in float32 runs.
 
 import dataclasses
 import pathlib
+from typing import Any
 
 import jax
 from absl import logging
@@ -70,16 +71,9 @@ def main(options: Options) -> None:
         for seed, task in made:
             for question in ("unseen",) if task.kind in ("stream", "trace") else options.question:
                 logging.info("%s, question %s, seed %d", task.name, question, seed)
-                Evaluator(
-                    llm,
-                    pathlib.PurePath(options.model).name,
-                    task,
-                    question_seen=question == "seen",
-                    tokens=options.tokens,
-                    seed=seed,
-                    batch=options.batch,
-                    group=options.group,
-                ).run(settings, rows)
+                sizes: dict[str, Any] = {"tokens": options.tokens, "batch": options.batch, "group": options.group}
+                name = pathlib.PurePath(options.model).name
+                Evaluator(llm, name, task, question_seen=question == "seen", seed=seed, **sizes).run(settings, rows)
         print(f"{len(rows.rows)} rows: {options.output}")
 
 

@@ -15,6 +15,7 @@ Some presses mask tokens that they drop; their rows count these tokens as freed,
 """
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import sys
@@ -117,16 +118,19 @@ def run_task(
     """
     if task.score is None:
         raise ValueError(f"task {task.name} has no generated answers")
+    labels: dict[str, Any] = {"model": pathlib.PurePath(options.model).name, "task": task.name, "kv_dtype": None}
+    labels |= {"question": "seen" if question_seen else "unseen", "dtype": options.dtype}
     units = make_units(task, llm.tokenizer, question_seen, options.tokens)
-    for press in options.press:
-        for budget in options.budget:
-            for unit in units:
-                labels = [
-                    _row(options, task, f"kvpress {press}", budget, question_seen, unit.document, item.number)
-                    for item in unit.items
-                ]
-                if not all(row.key in rows for row in labels):
-                    rows.append(answer(process, task, press, labels, unit))
+    for press, budget, unit in itertools.product(options.press, options.budget, units):
+        blank = [
+            Row(
+                policy=f"kvpress {press}", budget=budget, tokens=options.tokens, seed=options.seed, score=None,
+                document=unit.document, item=item.number, **labels,
+            )
+            for item in unit.items
+        ]  # fmt: skip
+        if not all(row.key in rows for row in blank):
+            rows.append(answer(process, task, press, blank, unit))
 
 
 def answer(process: presses.Presses, task: Task, press: str, rows: Sequence[Row], unit: Unit) -> list[Row]:
@@ -151,27 +155,20 @@ def answer(process: presses.Presses, task: Task, press: str, rows: Sequence[Row]
         error = f"budget={rows[0].budget} of {len(context) + later} tokens: {later} tokens after the prompt exceed it"
         return [dataclasses.replace(row, error=error) for row in rows]
     try:
-        reply = process.answer(press, kept, context, questions, task.answer_tokens)
+        reply = process.answer(
+            press=press, kept=kept, text=context, questions=questions, answer_tokens=task.answer_tokens
+        )
     except presses.PressFailed as error:
         return [dataclasses.replace(row, error=str(error)) for row in rows]
     is_of_text = str(rows[0].budget).endswith(OF_PROMPT)
     fraction = reply["kept"] / len(context) if is_of_text else (reply["kept"] + later) / (len(context) + later)
-    assert task.score is not None
+    sizes: dict[str, Any] = {"cache_fraction": fraction, "read_fraction": fraction, "prompt_tokens": len(context)}
+    sizes["tail_fraction"] = later / len(context) if is_of_text else None
+    sizes["settings"] = {"held_tokens": reply["held"], "kept_tokens": reply["kept"]}
     done = []
     for row, item, text in zip(rows, unit.items, reply["answers"], strict=True):
-        text = text if task.stop is None else text.strip().partition(task.stop)[0]
-        done.append(
-            dataclasses.replace(
-                row,
-                score=float(task.score(text, item.question)),
-                answer=text,
-                prompt_tokens=len(context),
-                cache_fraction=fraction,
-                read_fraction=fraction,
-                tail_fraction=later / len(context) if is_of_text else None,
-                settings={"held_tokens": reply["held"], "kept_tokens": reply["kept"]},
-            )
-        )
+        score, answer = task.score_answer(text, item.question)
+        done.append(dataclasses.replace(row, score=score, answer=answer, **sizes))
     return done
 
 
@@ -193,24 +190,6 @@ def kept_tokens(budget: str, context: int, later: int) -> int:
     if share is None:
         raise ValueError(f"budget={budget} must be a percentage")
     return int(share * context) if budget.endswith(OF_PROMPT) else int(share * (context + later)) - later
-
-
-def _row(options: Options, task: Task, policy: str, budget: str, question_seen: bool, document: str, item: int) -> Row:
-    """Returns a row without a score."""
-    labels: dict[str, Any] = {"tokens": options.tokens, "seed": options.seed}
-    return Row(
-        model=pathlib.PurePath(options.model).name,
-        task=task.name,
-        policy=policy,
-        budget=budget,
-        kv_dtype=None,
-        question="seen" if question_seen else "unseen",
-        dtype=options.dtype,
-        document=document,
-        item=item,
-        score=None,
-        **labels,
-    )
 
 
 if __name__ == "__main__":

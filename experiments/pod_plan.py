@@ -15,6 +15,7 @@ import dataclasses
 import json
 import pathlib
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -150,13 +151,8 @@ def make_plan(config: LlamaConfig, topology: str, setting: caches.Setting, optio
     if chip not in CHIPS:
         raise ValueError(f"--topology={topology}: known chips are {', '.join(CHIPS)}")
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    mesh = kvjax.make_mesh(
-        config.kv_heads,
-        data=options.mesh_data,
-        tensor=len(devices) // options.mesh_data,
-        sequence=options.mesh_sequence,
-        devices=devices,
-    )
+    parts: dict[str, Any] = {"data": options.mesh_data, "tensor": len(devices) // options.mesh_data}
+    mesh = kvjax.make_mesh(config.kv_heads, **parts, sequence=options.mesh_sequence, devices=devices)
     model = abstract_model(config, mesh)
     sizes: dict[str, Any] = {"batch": options.batch, "max_prompt_tokens": options.context_tokens}
     sizes |= {"max_new_tokens": options.max_new_tokens, "streaming": options.prefill == "streaming"}
@@ -189,8 +185,8 @@ def make_plan(config: LlamaConfig, topology: str, setting: caches.Setting, optio
         str(setting),
         CHIPS[chip],
         programs,
-        parameter_bytes=device_bytes(model),
-        cache_bytes=device_bytes(state.layers),
+        parameter_bytes=kvjax.cache_bytes(device_part(model)).device,
+        cache_bytes=kvjax.cache_bytes(device_part(state.layers)).device,
         # All blocks that a query selects may be on one device.
         read_bytes=sum(map(kvjax.read_bytes, device_part(state.layers))),
         flops=2 * options.batch * sum(leaf.size for leaf in jax.tree.leaves(model)) // mesh.size,
@@ -251,61 +247,39 @@ def device_part(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), tree)
 
 
-def device_bytes(tree: Any) -> int:
-    """Returns the bytes of one device's part of abstract arrays."""
-    return kvjax.cache_bytes(device_part(tree)).device
-
-
-def describe_collectives(program: Program) -> str:
+def describe_collectives(collectives: Sequence[Collective]) -> str:
     """Returns the number of collectives of each kind, and their bytes."""
-    counts = Counter(collective.kind for collective in program.collectives)
-    total = sum(collective.bytes for collective in program.collectives)
+    counts = Counter(collective.kind for collective in collectives)
     names = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    return f"{names}: {format_bytes(total)}" if counts else "none"
+    return f"{names}: {format_bytes(sum(one.bytes for one in collectives))}" if counts else "none"
 
 
 def print_plans(options: Options, topology: str, plans: list[Plan]) -> None:
     """Prints a line per plan; bytes are per chip."""
-    lines = [
-        (
-            plan.setting,
-            format_bytes(plan.parameter_bytes),
-            format_bytes(plan.cache_bytes),
-            format_bytes(plan.programs[DECODING].temporaries),
-            format_bytes(plan.prefill_temporaries),
-            describe_collectives(plan.programs[DECODING]),
-            f"{plan.ms_per_token:.2f}",
-            plan.problem or "fits",
-        )
-        for plan in plans
-    ]
+    lines = []
+    for plan in plans:
+        decoding = plan.programs[DECODING]
+        sizes = plan.parameter_bytes, plan.cache_bytes, decoding.temporaries, plan.prefill_temporaries
+        collectives = describe_collectives(decoding.collectives)
+        line = plan.setting, *map(format_bytes, sizes), collectives, f"{plan.ms_per_token:.2f}", plan.problem or "fits"
+        lines.append(line)
     columns = ("", "weights", "caches", "decode", "prefill", "collectives per step", "min. ms", "")
-    title = (
-        f"{options.shape} on {topology}, {options.batch} sequences of {options.context_tokens} tokens, bytes per chip"
-    )
-    print_table(title, columns, lines)
+    title = f"{options.shape} on {topology}, {options.batch} sequences of {options.context_tokens} tokens"
+    print_table(f"{title}, bytes per chip", columns, lines)
 
 
 def plan_figures(options: Options, topology: str, plan: Plan) -> list[Figure]:
     """Returns the figures of a plan."""
-    labels: dict[str, Any] = {
-        "setting": plan.setting,
-        "shape": options.shape,
-        "topology": topology,
-        "context_tokens": options.context_tokens,
-        "batch": options.batch,
-        "parameter_bytes": plan.parameter_bytes,
-        "cache_bytes": plan.cache_bytes,
-        "read_bytes": plan.read_bytes,
-        "temporaries": {name: program.temporaries for name, program in plan.programs.items()},
-        "collectives": {
-            name: [one._asdict() for one in program.collectives] for name, program in plan.programs.items()
-        },
-        "problem": plan.problem,
+    names = "setting", "parameter_bytes", "cache_bytes", "read_bytes", "problem"
+    labels: dict[str, Any] = {name: getattr(plan, name) for name in names} | {"topology": topology}
+    labels |= {name: getattr(options, name) for name in ("shape", "context_tokens", "batch")}
+    labels["temporaries"] = {name: program.temporaries for name, program in plan.programs.items()}
+    labels["collectives"] = {
+        name: [one._asdict() for one in program.collectives] for name, program in plan.programs.items()
     }
     figures = [figure("ms_per_token_bound", plan.ms_per_token, **labels)]
-    is_measured = plan.programs[DECODING].problem is None
-    return [*figures, figure("bytes_per_device", plan.used, **labels)] if is_measured else figures
+    is_compiled = plan.programs[DECODING].problem is None
+    return [*figures, figure("bytes_per_device", plan.used, **labels)] if is_compiled else figures
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import csv
 import dataclasses
 import io
 import json
-import pathlib
 import re
 import textwrap
 import tomllib
@@ -37,29 +36,15 @@ MARKERS = re.compile(r"(<!-- render: ([^\n]+) -->\n).*?(<!-- end -->)", re.DOTAL
 
 # The systems of the five papers, with the policy that is the published one.
 SYSTEMS = {
-    "subgen": "SubGen",
-    "clustergen": "ClusterGen",
-    "balancekv": "BalanceKV",
-    "clusterkv": "ClusterKV",
+    "subgen": "SubGen", "clustergen": "ClusterGen", "balancekv": "BalanceKV", "clusterkv": "ClusterKV",
     "chelsea": "Chelsea",
-}
-NAMES = {
-    "exact": FULL_CACHE,
-    "auto": "auto",
-    **SYSTEMS,
-    "subgen_mean": "SubGen, means",
-    "balancekv_theory": "BalanceKV, theory",
-    "snapkv": "SnapKV",
-    "kvzip": "KVzip",
-    "kvzap": "KVzap",
-    "h2o": "H2O",
-    "pyramidkv": "PyramidKV",
-    "streaming_llm": "StreamingLLM",
-    "uniform": "uniform sample",
-    "quest": "Quest",
-    "infinigen": "InfiniGen",
+}  # fmt: skip
+NAMES = SYSTEMS | {
+    "exact": FULL_CACHE, "auto": "auto", "subgen_mean": "SubGen, means", "balancekv_theory": "BalanceKV, theory",
+    "snapkv": "SnapKV", "kvzip": "KVzip", "kvzap": "KVzap", "h2o": "H2O", "pyramidkv": "PyramidKV",
+    "streaming_llm": "StreamingLLM", "uniform": "uniform sample", "quest": "Quest", "infinigen": "InfiniGen",
     "cam": "CaM",
-}
+}  # fmt: skip
 # The published form, where the default settings differ from it.
 PUBLISHED = {"subgen:light_values=0,self_normalization=0.0": "subgen"}
 ALL_TOKENS = ("exact", "auto", "clusterkv", "quest", "infinigen")  # the model's profile changes nothing
@@ -104,9 +89,7 @@ CSV_COLUMNS = (
 
 @dataclasses.dataclass(frozen=True)
 class Options(Flags):
-    """Options of the renderer."""
-
-    output_dir: pathlib.Path = ROOT  # Directory like the checkout, to which pages and pictures are written.
+    """Options of the renderer, which has none."""
 
 
 class Results(NamedTuple):
@@ -116,19 +99,16 @@ class Results(NamedTuple):
     cells: list[Cell]
 
 
-def main(options: Options) -> None:
+def main(_: Options) -> None:
     """Writes pages, pictures and the file of intervals."""
     results = read_results()
-    root = options.output_dir
     texts = {path: render(path.read_text(encoding="utf-8"), results) for path in PAGES}
     texts[RESULTS / "intervals.csv"] = intervals(results.rows)
     for path, text in texts.items():
-        target = root / path.relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
-        print(target)
+        path.write_text(text, encoding="utf-8")
+        print(path)
     for name, figure in figures(results).items():
-        plots.save(figure, root / IMAGES.relative_to(ROOT) / name)
+        plots.save(figure, IMAGES / name)
 
 
 def read_results() -> Results:
@@ -161,14 +141,13 @@ def figures(results: Results) -> dict[str, pictures.plt.Figure]:
         for (*case, tokens, _), rows in few_bits_cases(results.rows).items()
         if case == [model, task]
     }
-    return {
+    drawn = {
         "score_by_bytes.png": pictures.score_by_bytes(front, SYSTEMS.values()),
         "score_by_length.png": pictures.score_by_length(panels, f"{model}, {task}, asked after compression"),
-        **{
-            f"matrix_{model}_{question}.png": pictures.matrix(cells, f"{model}, question {question}")
-            for (model, question), cells in matrices(results.cells).items()
-        },
     }
+    for (model, question), cells in matrices(results.cells).items():
+        drawn[f"matrix_{model}_{question}.png"] = pictures.matrix(cells, f"{model}, question {question}")
+    return drawn
 
 
 # Rows, and cells: one per policy, budget and task.
@@ -280,28 +259,22 @@ def headline(_: str, results: Results) -> str:
 def systems_table(_: str, results: Results) -> str:
     """Returns the table of README: the papers' systems at a quarter of the bytes."""
     cells = front_cells(results)
-    on_gpu = {
-        policy: row
-        for row in device.read_rows(RESULTS / "h200.jsonl")
-        if (row.get("measure"), row.get("context_tokens"), row.get("rows")) == ("latency", 131072, 1)
-        for policy, _, budget in [row["setting"].partition(" @ ")]
-        if budget in ("", "25%")
-    }
+    on_gpu = {}
+    for row in device.read_rows(RESULTS / "h200.jsonl"):
+        if (row.get("measure"), row.get("context_tokens"), row.get("rows")) == ("latency", 131072, 1):
+            policy, _, budget = row["setting"].partition(" @ ")
+            if budget in ("", "25%"):
+                seconds = row["prefill_seconds"] + row["compress_seconds"]
+                on_gpu[policy] = f"{row['ms_per_token'][0]:.1f} ms", f"{seconds:.1f} s"
     lines = []
     for policy in ("exact", "auto", *SYSTEMS):
-        has_profile = policy not in ALL_TOKENS
-        shown = [cells.get((MODEL, NAMES[policy], False))]
-        shown += [cells.get((model, NAMES[policy], has_profile)) for model in MODELS]
-        size, row = shown[1] or shown[0], on_gpu.get(policy)
-        lines.append(
-            (
-                "`auto`" if policy == "auto" else NAMES[policy],
-                f"{size.bytes / 1e6:.1f} MB" if size else "-",
-                *("-" if cell is None else f"{cell.value:.2f}" for cell in shown),
-                f"{row['ms_per_token'][0]:.1f} ms" if row else "-",
-                f"{row['prefill_seconds'] + row['compress_seconds']:.1f} s" if row else "-",
-            )
-        )
+        has_profile, name = policy not in ALL_TOKENS, NAMES[policy]
+        shown = [cells.get((MODEL, name, False)), *(cells.get((model, name, has_profile)) for model in MODELS)]
+        sized = shown[1] or shown[0]
+        size = f"{sized.bytes / 1e6:.1f} MB" if sized else "-"
+        scores = ("-" if cell is None else f"{cell.value:.2f}" for cell in shown)
+        times = on_gpu.get(policy, ("-", "-"))
+        lines.append(("`auto`" if policy == "auto" else name, size, *scores, *times))
     models = (f"{MODELS[model]}, with profile" for model in OTHER_MODELS)
     columns = ("", f"cache of {MODELS[MODEL]}", "as published", "with profile", *models, "per token", "prefill")
     return markdown_table(columns, lines)
@@ -347,15 +320,10 @@ def settings_table(argument: str, results: Results) -> str:
     task, _, labels = argument.partition(" of ")
     model, question, dtype, budget = labels.split(", ")
     rows = select(results.rows, model=model, task=task, question=question, dtype=dtype)
-    lines = [
-        (
-            one.setting,
-            f"{one.held:.1%}",
-            "-" if one.mean is None else f"{one.mean.value:.3f}",
-            "-" if one.difference is None else one.difference.fixed("+", 3),
-        )
-        for one in _lines([row for row in rows if row.policy == caches.FULL or row.budget == budget])
-    ]
+    lines = []
+    for one in _lines([row for row in rows if row.policy == caches.FULL or row.budget == budget]):
+        score = "-" if one.mean is None else f"{one.mean.value:.3f}"
+        lines.append((one.setting, f"{one.held:.1%}", score, _signed(one.difference, 3)))
     return markdown_table(("", "held", "value", "minus the full cache"), lines)
 
 
@@ -393,11 +361,16 @@ def parts_table(_: str, results: Results) -> str:
     return markdown_table(("", "25%", "12.5%"), table)
 
 
+def _signed(difference: Estimate | None, digits: int = 2) -> str:
+    """Returns a difference with its interval."""
+    return "-" if difference is None else difference.fixed("+", digits)
+
+
 def _with_difference(line: summarize.Line | None) -> str:
     """Returns the score of a line, and the difference to the full cache."""
     if line is None or line.mean is None:
         return "-"
-    return f"{line.mean.value:.2f}" + ("" if line.difference is None else f" ({line.difference.fixed('+', 2)})")
+    return f"{line.mean.value:.2f}" + ("" if line.difference is None else f" ({_signed(line.difference)})")
 
 
 def few_bits_cases(rows: Iterable[Row]) -> dict[tuple[str, str, int, str], list[Row]]:
@@ -424,8 +397,8 @@ def few_bits_table(argument: str, results: Results) -> str:
                 continue
             differences = [few_bits_difference(rows, budget, kv_dtype) for budget in AUTO_BUDGETS]
             label = f"{MODELS.get(model, model)}, `{task}`, {tokens:,}"
-            shown = ("-" if one is None else one.fixed("+") for one in differences)
-            lines.append((label, name, f"{line.held:.1%}", f"{line.mean.value:.2f}", *shown, str(line.documents)))
+            values = f"{line.held:.1%}", f"{line.mean.value:.2f}", *map(_signed, differences), str(line.documents)
+            lines.append((label, name, *values))
     columns = ["", "all tokens in", "held", "score", *(f"`auto` {one} minus it" for one in AUTO_BUDGETS), "documents"]
     return markdown_table(columns, lines)
 
@@ -474,17 +447,10 @@ def kvpress_table(_: str, results: Results) -> str:
     for column, budget in sorted({(cell.column, cell.budget) for cell in presses}, key=lambda one: (one[0], -one[1])):
         of_budget = [cell for cell in results.cells if (cell.column, cell.budget) == (column, budget)]
         best = sorted((cell for cell in of_budget if cell in presses), key=lambda cell: -cell.value)[:6]
-        lines += [
-            (
-                cell.policy,
-                f"{cell.model}, {cell.task}",
-                f"{cell.line.held:.1%}",
-                f"{cell.value:.2f}",
-                cell.line.difference.fixed("+") if cell.line.difference else "-",
-                str(cell.line.documents),
-            )
-            for cell in (*(cell for cell in of_budget if cell.policy == "auto"), *best)
-        ]
+        for cell in (*(cell for cell in of_budget if cell.policy == "auto"), *best):
+            line = cell.line
+            values = f"{line.held:.1%}", f"{cell.value:.2f}", _signed(line.difference), str(line.documents)
+            lines.append((cell.policy, f"{cell.model}, {cell.task}", *values))
     return markdown_table(("", "task", "held", "score", "minus the full cache", "documents"), lines)
 
 
@@ -533,7 +499,7 @@ def uniform_table(_: str, results: Results) -> str:
         uniform = select(rows, policy="uniform:heads=auto")
         for policy in policies:
             found = summarize.paired_differences(select(rows, policy=f"{policy}:heads=auto"), uniform, [task])
-            table[policy].append("-" if found is None else found.fixed("+", 3))
+            table[policy].append(_signed(found, 3))
     columns = ("", *(f"{MODELS[model]}, `{task}`, {tokens}, {budget}" for model, task, tokens, _, budget, _ in UNIFORM))
     return markdown_table(columns, [(NAMES[policy], *values) for policy, values in table.items()])
 

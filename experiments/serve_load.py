@@ -30,6 +30,7 @@ import itertools
 import json
 import pathlib
 import random
+import re
 import shlex
 import socket
 import statistics
@@ -52,6 +53,7 @@ _WORDS = ("the", "ship", "left", "harbor", "before", "dawn", "while", "rain", "f
 _TEMPLATE_TOKENS = 35  # of the chat template; each word is a token
 _DOCUMENTS, _DOCUMENT_WORDS = 4, 2000
 _WORKLOADS = ("mixed", "chat", "prompts", "questions", "texts", "bodies", "json")
+_HEADERS = {"Content-Type": "application/json"}
 _NUM_DEPTHS = 4  # of schemas: 0 to 3 levels below the object
 
 
@@ -119,17 +121,17 @@ def measure(options: Options, command: str, policy: str | None) -> None:
                 lines[workload] = {**values, **measured}
         if policy is not None:
             time.sleep(2)
-            metrics = _metrics(port)
-            assert metrics["kvjax_rows_running"] == metrics["kvjax_sequences_waiting"] == 0, metrics
+            _, metrics = _exchange(port, "GET", "/metrics")
+            for name in ("kvjax_rows_running", "kvjax_sequences_waiting"):
+                assert re.search(rf"^{name} 0(\.0)?$", metrics, re.MULTILINE), metrics
     if policy is not None:
         assert process.returncode == 0, "the server has failed"
-        cache = _cache(options, policy)
+        llm = language_model.load(options.model, dtype=options.dtype or default_dtype())
+        cache = llm.cache(policy, None if policy == "exact" else "25%")
         if "mixed" in lines:
             lines["mixed"] |= _compare(options, cache, answers["mixed"])
         if "chat" in lines:
-            seconds = _library_seconds(
-                cache, [_make_request(options, "chat", n)["body"] for n in range(options.requests)]
-            )
+            seconds = _library_seconds(options, cache)
             lines["chat"] |= {"library_seconds": seconds, "ratio": _round(lines["chat"]["median_seconds"] / seconds)}
     for workload, values in lines.items():
         print(json.dumps({"server": policy or command, "workload": workload, "ready": ready, **values}), flush=True)
@@ -143,7 +145,7 @@ def _prepare(options: Options, workload: str, port: int) -> tuple[list[dict[str,
         begin = time.monotonic()
         for number in range(_DOCUMENTS):
             body = {"id": f"{options.seed}-{number}", "text": _document(options, number)}
-            _post(port, "/v1/documents", body)
+            _exchange(port, "POST", "/v1/documents", body)
         values["reading_seconds"] = _round((time.monotonic() - begin) / _DOCUMENTS)
         first, second = (_send(port, _make_request(options, workload, _DOCUMENTS * i))["seconds"] for i in range(2))
         values |= {"first_question": first, "second_question": second, "first_to_second": _round(first / second)}
@@ -229,8 +231,7 @@ def _send(port: int, request: dict[str, Any]) -> dict[str, Any]:
     body = request["body"]
     with contextlib.closing(connection):
         try:
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), _HEADERS)
             response = connection.getresponse()
             assert response.status == 200, response.read()
             if not body["stream"]:
@@ -309,11 +310,11 @@ def _health_beside_bodies(port: int) -> dict[str, float]:
     for megabytes in (4, 5):
         body = _chat(words[: megabytes * 1_000_000]) | {"max_tokens": 1}
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            job = pool.submit(_post, port, "/v1/chat/completions", body)
+            job = pool.submit(_exchange, port, "POST", "/v1/chat/completions", body)
             seconds = []
             while not job.done():
                 begin = time.monotonic()
-                _get(port, "/health")
+                _exchange(port, "GET", "/health")
                 seconds.append(time.monotonic() - begin)
                 time.sleep(0.005)
             job.result()
@@ -341,35 +342,23 @@ def _server(command: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
         process.kill()
 
 
-def _post(port: int, path: str, body: dict[str, Any]) -> tuple[int, str]:
-    """Sends a body; a server may answer before all of it has arrived."""
+def _exchange(port: int, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
+    """Returns status and text of a response; a server may answer before all of the body has arrived."""
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=3600)) as connection:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         try:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.request(method, path, None if body is None else json.dumps(body), _HEADERS)
             response = connection.getresponse()
             return response.status, response.read().decode()
         except ConnectionResetError:
             return 413, ""
 
 
-def _get(port: int, path: str) -> tuple[int, str]:
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        return response.status, response.read().decode()
-
-
 def _is_ready(port: int) -> bool:
     try:
-        return _get(port, "/health")[0] == 200
+        return _exchange(port, "GET", "/health")[0] == 200
     except OSError:
         return False
-
-
-def _metrics(port: int) -> dict[str, float]:
-    lines = [line.rpartition(" ") for line in _get(port, "/metrics")[1].splitlines() if not line.startswith("#")]
-    return {name: float(value) for name, _, value in lines}
 
 
 def _resident_mebibytes(process: int) -> int:
@@ -378,12 +367,6 @@ def _resident_mebibytes(process: int) -> int:
 
 
 # --- the library ---
-
-
-def _cache(options: Options, policy: str) -> CachedModel:
-    """Returns the model with its cache as the server has it."""
-    llm = language_model.load(options.model, dtype=options.dtype or default_dtype())
-    return llm.cache(policy, None if policy == "exact" else "25%")
 
 
 def _compare(options: Options, cache: CachedModel, answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -412,10 +395,11 @@ def _gap(cache: CachedModel, body: dict[str, Any], text: str) -> float | None:
     return gap_at(outputs, sampling, first)
 
 
-def _library_seconds(cache: CachedModel, bodies: Sequence[dict[str, Any]]) -> float:
-    """Returns the median seconds of requests in an engine with one row; the first one is answered twice."""
+def _library_seconds(options: Options, cache: CachedModel) -> float:
+    """Returns the median seconds of the requests of `chat` in an engine with one row; the first is answered twice."""
     engine, seconds = cache.engine(rows=1), []
-    for body in (bodies[0], *bodies):
+    for number in (0, *range(options.requests)):
+        body = _make_request(options, "chat", number)["body"]
         begin = time.monotonic()
         engine.add(cache.llm.encode(body["messages"]), max_new_tokens=body["max_tokens"])
         engine.complete()

@@ -4,19 +4,16 @@
     python -m experiments.speed --model smollm2-135m --context_tokens 2048
     python -m experiments.speed --measure prefill --model smollm2-135m --context_tokens 1980 --policy kvzip
     python -m experiments.speed --measure throughput --context_tokens 4096 --full_rows 4
-    python -m experiments.speed --measure answer --model smollm2-135m --context_tokens 1980 --policy auto --transformers
     python -m experiments.speed --measure questions --model smollm2-135m --context_tokens 4096 --policy auto
 
-`latency` decodes one sequence: time to first token, time per token, time of prefill and 1,000 tokens, selection of
-blocks, resident and read bytes; with `--transformers` also the time per token of transformers' DynamicCache. `prefill`
-times entire prefills, with all passes that a policy needs. `throughput` serves requests by continuous batching with as
-many rows as fit in the memory of `--full_rows` rows of the full cache. `first_answer` times the first answer of new
-processes, without and with stored programs, `answer` prefill and the decode steps of an answer of `--tokens` tokens,
-`questions` the answers to `--questions` questions about a document that was read before; with `--transformers` also the
-answers of transformers with its DynamicCache. `bytes` computes the bytes that a cache holds and that a step reads,
-without weights. `transformers` decodes with each of transformers' caches; on a GPU, `JAX_PLATFORMS=cpu` leaves its
-memory to torch. Weights and prompts are random unless `--model` names a model. Policies alternate, so ratios compare
-neighbors.
+`latency` decodes one sequence: time to first token, time per token, time of prefill and 1,000 tokens, resident and read
+bytes. `prefill` times entire prefills, with all passes that a policy needs. `throughput` serves requests by continuous
+batching with as many rows as fit in the memory of `--full_rows` rows of the full cache. `first_answer` times the first
+answer of new processes, without and with stored programs, `questions` the answers to `--questions` questions about a
+document that was read before; with `--transformers` also the answers of transformers with its DynamicCache. `bytes`
+computes the bytes that a cache holds and that a step reads, without weights. `transformers` decodes with each of
+transformers' caches; on a GPU, `JAX_PLATFORMS=cpu` leaves its memory to torch. Weights and prompts are random unless
+`--model` names a model. Policies alternate, so ratios compare neighbors.
 """
 
 import dataclasses
@@ -31,7 +28,7 @@ from jaxtyping import Float
 
 import kvjax
 from experiments.common import caches, timing
-from experiments.common.answers import measure_answer, measure_first_answer, measure_questions
+from experiments.common.answers import measure_first_answer, measure_questions, measure_throughput
 from experiments.common.caches import Setting
 from experiments.common.compiled import launches
 from experiments.common.flags import run_command
@@ -39,7 +36,6 @@ from experiments.common.output import Figure, Measured, append_row, figure, prin
 from experiments.common.shapes import UnscoredModel, find_shape, first_layers, random_model
 from experiments.common.speed_options import (
     MIN_SAMPLES,
-    TRANSFORMERS,
     Options,
     dtype_of,
     make_generators,
@@ -47,8 +43,7 @@ from experiments.common.speed_options import (
     random_tokens,
 )
 from experiments.common.statistics import median_interval
-from experiments.common.throughput import measure_throughput
-from experiments.common.transformers_decode import TransformersWriter, measure_transformers
+from experiments.common.transformers_decode import measure_transformers
 from kvjax_models import LanguageModel, load
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.state import GenerationState
@@ -95,9 +90,6 @@ def measure_latency(options: Options, llm: LanguageModel, context: int) -> Itera
 
     Yields:
         Labels and values of each setting when they are complete; of a setting that failed, the problem.
-
-    Raises:
-        ValueError: if transformers would share a device with JAX.
     """
     generators, rows = latency_generators(options, llm, context)
     prefill = timing.TimedPrefill(llm.model, generators, context, options.prefill_chunk, options.seed)
@@ -108,18 +100,12 @@ def measure_latency(options: Options, llm: LanguageModel, context: int) -> Itera
     compress = {name: np.asarray([seconds[name] for _, seconds in layers]) for name in prefill.states}
     weights, bandwidth = timing.weight_bytes(llm.model), benchmarking.memory_bandwidth()
     common = options.labels(llm, context)
-    peers: dict[Any, Any] = {}
-    is_cpu = jax.default_backend() == "cpu"
-    if options.transformers:
-        if not is_cpu:
-            raise ValueError("--transformers shares a CPU; on a device, pass --measure transformers")
-        peers[TRANSFORMERS] = TransformersWriter(llm.model.config, dtype_of(llm), context, options.tokens)
     names = list(prefill.states)
-    decoded: dict[Any, _Decoded] = {}
-    for group in [names] if is_cpu else [[name] for name in names]:
+    decoded: dict[Setting, _Decoded] = {}
+    for group in [names] if jax.default_backend() == "cpu" else [[name] for name in names]:
         with prefill.recorded_problem(*group):
-            writers = {name: (generators[name], prefill.states.pop(name), rows[name]) for name in group}
-            decoded |= _decode(options, writers, peers)
+            sequences = {name: (generators[name], prefill.states.pop(name), rows[name]) for name in group}
+            decoded |= _decode(options, sequences)
         for name in group:
             if name not in decoded:
                 continue
@@ -148,10 +134,6 @@ def measure_latency(options: Options, llm: LanguageModel, context: int) -> Itera
                 values["ms_per_token_ratio"] = median_interval(step / decoded[full].step)
                 values["decode_memory_ratio"] = values["decode_bytes"] / timing.program_bytes(programs[full])
             yield labels, values
-    for name in peers.keys() & decoded.keys():
-        values = {"ms_per_token": median_interval(1e3 * decoded[name].step)}
-        values["ms_per_token_ratio"] = median_interval(decoded[name].step / decoded[options.settings[0]].step)
-        yield {"setting": name, **common}, values
     for name, problem in prefill.problems.items():
         yield {"setting": str(name), **common, "problem": problem}, {}
 
@@ -164,30 +146,26 @@ class _Decoded(NamedTuple):
     extra: dict[str, float]
 
 
-def _decode(options: Options, sequences: Mapping[Any, Any], peers: Mapping[Any, Any]) -> dict[Any, _Decoded]:
+def _decode(
+    options: Options, sequences: Mapping[Setting, tuple[Generator, GenerationState, int]]
+) -> dict[Setting, _Decoded]:
     """Measures the decode steps of sequences: a generator, a state and its number of copies for each setting."""
-    writers: dict[Any, timing.Writer] = {}
-    for name, (generator, state, rows) in sequences.items():
+    writers = []
+    for generator, state, rows in sequences.values():
         state = timing.make_rows(generator, state, rows)
-        writers[name] = timing.Writer(generator.with_batch(rows), state, options.tokens)
-    seconds = timing.interleaved_seconds([*writers.values(), *peers.values()], options.repetitions)
+        writers.append(timing.Writer(generator.with_batch(rows), state, options.tokens))
+    seconds = timing.interleaved_seconds(writers, options.repetitions)
     decoded = {}
-    for name, times in zip([*writers, *peers], seconds / options.tokens, strict=True):
-        if name in peers:
-            decoded[name] = _Decoded(times, caches.CacheSize(0, 0, 0, 0.0, 0.0), {})
-            continue
-        generator, state = writers[name].generator, writers[name].state
-        tokens, extra = generator.max_prompt_tokens + generator.max_new_tokens, {}
+    for setting, writer, times in zip(sequences, writers, seconds / options.tokens, strict=True):
+        generator = writer.generator
         compactions = -(-options.tokens // generator.block_size)
-        compaction, writers[name].state = timing.compaction_seconds(state)
-        extra["compaction_ms_per_token"] = 1e3 * compactions * compaction / options.tokens
-        state = writers[name].state
-        if generator.batch == 1 and (share := timing.selection_seconds(state.layers, MIN_SAMPLES)) is not None:
-            extra["selection_share_of_step"] = share / float(np.median(times))
-        if (rate := timing.hit_rate(state)) is not None:
+        compaction, writer.state = timing.compaction_seconds(writer.state)
+        extra = {"compaction_ms_per_token": 1e3 * compactions * compaction / options.tokens}
+        if (rate := timing.hit_rate(writer.state)) is not None:
             extra["hit_rate"] = rate
-        host_bytes = kvjax.cache_bytes(state.layers).host // generator.batch
-        decoded[name] = _Decoded(times, caches.sequence_size(generator, tokens, host_bytes), extra)
+        host_bytes = kvjax.cache_bytes(writer.state.layers).host // generator.batch
+        tokens = generator.max_prompt_tokens + generator.max_new_tokens
+        decoded[setting] = _Decoded(times, caches.sequence_size(generator, tokens, host_bytes), extra)
     return decoded
 
 
@@ -229,7 +207,6 @@ MEASURES = {
     "prefill": measure_prefill,
     "throughput": measure_throughput,
     "first_answer": measure_first_answer,
-    "answer": measure_answer,
     "questions": measure_questions,
     "bytes": measure_bytes,
     "transformers": measure_transformers,

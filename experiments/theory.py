@@ -86,17 +86,22 @@ def measure_discrepancy(options: Options) -> list[Figure]:
     for text in options.walk:
         series = discrepancy_series(parse_walk(text), range(options.seeds), sizes, options.queries)
         for name, values in series.items():
-            labels: dict[str, Any] = {"line": f"{text}: {name}", "walk": text, "signs": name}
-            figures += [
-                figure("discrepancy", mean_interval(of_size), n=size, **labels)
-                for size, of_size in zip(sizes, values.T, strict=True)
-            ]
-            figures.append(figure("exponent", log_slope(sizes, values), n="exponent", **labels))
+            labels = {"line": f"{text}: {name}", "walk": text, "signs": name}
+            figures += sweep("discrepancy", "n", sizes, values, labels)
         logs = mean_interval(np.log(series[BALANCED][:, -1] / series[RANDOM][:, -1]))
         ratio = Estimate(*np.exp(logs).tolist())
         figures.append(figure("ratio", ratio, n="ratio", line=f"{text}: {BALANCED}", walk=text, signs=BALANCED))
     print_figures(f"Discrepancy by number of keys, {options.seeds} seeds", figures, "line", "n")
     return figures
+
+
+def sweep(
+    metric: str, size: str, sizes: Sequence[int], values: Float[np.ndarray, "R S"], labels: dict[str, Any]
+) -> list[Figure]:
+    """Returns the figures of a metric at every size, and its exponent."""
+    pairs = zip(sizes, values.T, strict=True)
+    figures = [figure(metric, mean_interval(of_size), **{size: one}, **labels) for one, of_size in pairs]
+    return [*figures, figure("exponent", log_slope(sizes, values), **{size: "exponent"}, **labels)]
 
 
 def discrepancy_series(
@@ -155,11 +160,7 @@ def measure_samples(options: Options) -> list[Figure]:
         for parameter, (error, sizes) in swept.items():
             measured = np.stack([np.asarray(mean_errors(error, size, rng, *inputs)) for size in sizes], axis=1)
             labels = {"line": f"{name}, {parameter}", "stream": name, "parameter": parameter, "norm": options.norm}
-            figures += [
-                figure("relative_error", mean_interval(of_size), size=size, **labels)
-                for size, of_size in zip(sizes, measured.T, strict=True)
-            ]
-            figures.append(figure("exponent", log_slope(sizes, measured), size="exponent", **labels))
+            figures += sweep("relative_error", "size", sizes, measured, labels)
     print_figures(f"Error by number of samples, {options.keys} tokens, {options.seeds} seeds", figures, "line", "size")
     return figures
 

@@ -1,10 +1,10 @@
-"""Seconds of entire answers; `experiments.speed --measure first_answer answer questions` runs them.
+"""Seconds of entire answers, and requests per second; measures of `experiments.speed`.
 
 `first_answer` reads a prompt and generates an answer in a new process: without stored programs (cold), with them
-(stored), and once more in the same process (warm). `answer` does so after a first answer that compiles. `questions`
-asks several questions about a document that was read before: the entries of the document are kept, so that only
-questions and answers are computed. transformers keeps them in a `DynamicCache`, of which every question continues a
-copy.
+(stored), and once more in the same process (warm). `questions` asks several questions about a document that was read
+before: the entries of the document are kept, so that only questions and answers are computed. transformers keeps them
+in a `DynamicCache`, of which every question continues a copy. `throughput` answers as many prompts at a time as fit in
+the memory of some rows of the full cache.
 """
 
 import concurrent.futures
@@ -23,18 +23,18 @@ from experiments.common.speed_options import (
     TRANSFORMERS,
     Options,
     dtype_of,
-    make_generators,
+    make_possible,
     measure_runs,
     random_tokens,
 )
-from experiments.common.timing import timed
+from experiments.common.statistics import median_interval
+from experiments.common.timing import interleaved_seconds, timed
 from experiments.common.transformers_decode import TransformersAnswers
 from kvjax_models import LanguageModel, load
 from kvjax_models.document import Document
 from kvjax_models.engine import Engine
 from kvjax_models.language_model import resolve_path
 from kvjax_models.model.config import LlamaConfig
-from kvjax_models.runner.generator import Generator
 
 ROW_MEMORY = 2 * 2**30  # bytes of memory for which `questions` counts rows
 STORED_RUNS = 3  # processes of `first_answer` with stored programs
@@ -96,8 +96,8 @@ def _answer_seconds(
     llm = load(model, dtype)
 
     def answer() -> None:
-        sizes = {"max_prompt_tokens": len(prompt), "max_new_tokens": tokens}
-        _answer(llm, setting.cache(llm).generator(**sizes), prompt)
+        generator = setting.cache(llm).generator(max_prompt_tokens=len(prompt), max_new_tokens=tokens)
+        serve(Engine(llm.model, llm.tokenizer, lambda *_: (generator,), rows=1), [prompt], tokens)
 
     return timed(answer)[0], timed(answer)[0]
 
@@ -108,20 +108,6 @@ def _transformers_seconds(
     """Returns the seconds of transformers' first and second answer in this process."""
     peer = TransformersAnswers(config, dtype)
     return timed(peer.answer, prompts, tokens)[0], timed(peer.answer, prompts, tokens)[0]
-
-
-def measure_answer(options: Options, llm: LanguageModel, context: int) -> Iterator[Measured]:
-    """Yields labels and values of the prefill of a prompt and its answer with every setting, and of transformers."""
-    prompts = random_tokens(llm, options.seed, 1, context)
-    generators = make_generators(llm, options.settings, max_prompt_tokens=context, max_new_tokens=options.tokens)
-    runs: dict[str, Callable[[], Any]] = {
-        str(setting): functools.partial(_answer, llm, one, prompts[0]) for setting, one in generators.items()
-    }
-    if options.transformers:
-        peer = TransformersAnswers(llm.model.config, dtype_of(llm))
-        runs[TRANSFORMERS] = functools.partial(peer.answer, prompts, options.tokens)
-    for name, values in measure_runs(runs, options.repetitions).items():
-        yield {"setting": name, **options.labels(llm, context)}, values
 
 
 def measure_questions(options: Options, llm: LanguageModel, context: int) -> Iterator[Measured]:
@@ -137,38 +123,57 @@ def measure_questions(options: Options, llm: LanguageModel, context: int) -> Ite
     """
     [text] = random_tokens(llm, options.seed, 1, context)
     questions = random_tokens(llm, options.seed + 1, options.questions, options.question_tokens)
-    documents: dict[str, Document] = {}
-    for setting in options.settings:
-        try:
-            new = options.question_tokens + options.tokens
-            documents[str(setting)] = setting.cache(llm).read(text, max_new_tokens=new)
-        except ValueError as error:
-            print(f"{setting} is left out: {error}")
+    new = options.question_tokens + options.tokens
+    documents = make_possible(options.settings, lambda setting: setting.cache(llm).read(text, max_new_tokens=new))
 
     def ask(document: Document) -> None:
-        engine = document.engine(rows=len(questions))
-        for question in questions:
-            engine.add(question, document, max_new_tokens=options.tokens)
-        engine.complete()
+        serve(document.engine(rows=len(questions)), questions, options.tokens, document)
 
-    runs: dict[str, Callable[[], Any]] = {name: functools.partial(ask, one) for name, one in documents.items()}
+    runs: dict[str, Callable[[], Any]] = {str(name): functools.partial(ask, one) for name, one in documents.items()}
     if options.transformers:
         peer = TransformersAnswers(llm.model.config, dtype_of(llm))
         cache = peer.read(text)
         runs[f"{TRANSFORMERS}, batch"] = lambda: peer.answer(questions, options.tokens, cache)
         runs[f"{TRANSFORMERS}, one by one"] = lambda: [peer.answer([one], options.tokens, cache) for one in questions]
     labels = {**options.labels(llm, context), "questions": options.questions}
-    for name, values in measure_runs(runs, options.repetitions).items():
-        sizes = {}
-        if name in documents:
-            text_bytes, row_bytes = documents[name].cache_bytes, documents[name].suffix_sizes().row_bytes
-            rows = max((ROW_MEMORY - text_bytes) // row_bytes, 0)
-            sizes = {"document_bytes": text_bytes, "row_bytes": row_bytes, "rows_in_2_gib": rows}
-        yield {"setting": name, **labels}, {**values, **sizes}
+    measured = measure_runs(runs, options.repetitions)
+    for setting, document in documents.items():
+        held, row_bytes = document.cache_bytes, document.suffix_sizes().row_bytes
+        rows = max((ROW_MEMORY - held) // row_bytes, 0)
+        bytes_of_rows = {"document_bytes": held, "row_bytes": row_bytes, "rows_in_2_gib": rows}
+        yield {"setting": str(setting), **labels}, measured.pop(str(setting)) | bytes_of_rows
+    for name, values in measured.items():
+        yield {"setting": name, **labels}, values
 
 
-def _answer(llm: LanguageModel, generator: Generator, prompt: Sequence[int]) -> None:
-    """Reads a prompt and generates an answer."""
-    engine = Engine(llm.model, llm.tokenizer, lambda *_: (generator,), rows=1)
-    engine.add(prompt, max_new_tokens=generator.max_new_tokens)
+def measure_throughput(options: Options, llm: LanguageModel, context: int) -> Iterator[Measured]:
+    """Yields requests per second of every setting, at the memory of every number of rows of the full cache."""
+    tokens, full = options.answer_tokens, options.settings[0]
+    sizes = make_possible(
+        options.settings, lambda setting: setting.cache(llm).rows(context, options.answer_tokens)[-1].row_bytes
+    )
+    for full_rows in options.full_rows:
+        counts = {setting: full_rows * sizes[full] // size for setting, size in sizes.items()}
+        rows = {setting: count for setting, count in counts.items() if count}
+        runs = []
+        for setting, count in rows.items():
+            prompts = random_tokens(llm, options.seed, count, context)
+            runs.append(functools.partial(serve, setting.cache(llm).engine(rows=count), prompts, tokens))
+        seconds = dict(zip(rows, interleaved_seconds(runs, options.repetitions), strict=True))
+        labels = {**options.labels(llm, context), "answer_tokens": tokens, "full_rows": full_rows}
+        for setting, count in rows.items():
+            rate, full_rate = count / seconds[setting], full_rows / seconds[full]
+            values = {
+                "rows": count,
+                "requests_per_second": median_interval(rate),
+                "requests_per_second_ratio": median_interval(rate / full_rate),
+                "tokens_per_second": median_interval(tokens * rate),
+            }
+            yield {"setting": str(setting), **labels}, values
+
+
+def serve(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int, document: Document | None = None) -> None:
+    """Answers prompts, or questions about a document, with `tokens` tokens each."""
+    for number, prompt in enumerate(prompts):
+        engine.add(prompt, document, max_new_tokens=tokens, seed=number)
     engine.complete()

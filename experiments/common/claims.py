@@ -16,7 +16,7 @@ import numpy as np
 
 from experiments import summarize
 from experiments.common import caches
-from experiments.common.rows import Row
+from experiments.common.rows import Row, group_by
 from experiments.common.statistics import Estimate, mean_interval
 
 HOLDS, FAILS, UNCLEAR, NOT_RUN = "holds", "does not hold", "not significant", "not run"
@@ -53,7 +53,10 @@ def verdict(result: Mapping[str, Any], rows: Sequence[Row], figures_dir: pathlib
     comparisons = list[Comparison]()
     for kind, compare in CHECKS.items():
         for check in result.get(kind, []):
-            comparisons += compare(check, rows if kind == "compare" else _read_figures(figures_dir / check["file"]))
+            if kind == "compare":
+                comparisons += compare(check, rows)
+            elif (path := figures_dir / check["file"]).exists():
+                comparisons += compare(check, json.loads(path.read_text()))
     if not comparisons:
         return NOT_RUN
     pairs = [(one.difference, one) for one in comparisons if one.difference is not None]
@@ -64,11 +67,6 @@ def verdict(result: Mapping[str, Any], rows: Sequence[Row], figures_dir: pathlib
     # In units of the intervals' widths.
     _, one = min(pairs, key=lambda pair: pair[0].value / max(pair[0].high - pair[0].low, 1e-9))
     return f"{text}: {one.value:.3g}, {one.other:.3g} ({one.case})"
-
-
-def _read_figures(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the figures of a file; none if it does not exist."""
-    return json.loads(path.read_text()) if path.exists() else []
 
 
 def _compare_rows(check: Mapping[str, Any], rows: Sequence[Row]) -> list[Comparison]:
@@ -88,12 +86,10 @@ def _compare_rows(check: Mapping[str, Any], rows: Sequence[Row]) -> list[Compari
         is_at_floor = not is_loss and all(mean <= FLOOR for setting, mean in means.items() if setting != caches.FULL)
         of_table = [row for row in selected if (summarize.title_of(row), row.metric) == (table.title, table.metric)]
         counted = [task for task in table.tasks if task not in table.left_out]
+        by_setting = group_by(lambda row: row.setting, of_table)
         for other in others:
-            pair = summarize.paired_differences(
-                [row for row in of_table if row.setting == name],
-                [row for row in of_table if row.setting == other],
-                counted,
-            )
+            settings = by_setting.get(name, []), by_setting.get(other, [])
+            pair = summarize.paired_differences(*settings, counted)
             if pair is None or name not in means or other not in means:
                 continue
             pair = -pair if is_loss else pair

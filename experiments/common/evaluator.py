@@ -185,16 +185,16 @@ class Evaluator:
             # The first token is predicted by the exact prefill.
             return caches.text_size(document), [Score(-float(np.mean(log_probs[1:])))]
         if self.task.kind == "choose":
-            scores = [
-                choose(item, document.score([item.tokens + choice for choice in item.choices])) for item in unit.items
-            ]
+            texts = [[item.tokens + choice for choice in item.choices] for item in unit.items]
+            scores = [choose(item, document.score(one)) for item, one in zip(unit.items, texts, strict=True)]
             return caches.text_size(document), scores
         engine = document.engine(rows=self.rows)
         for item in unit.items:
             engine.add(item.tokens, document, max_new_tokens=self.task.answer_tokens)
         completions, _ = engine.complete()
-        pairs = zip(unit.items, completions, strict=True)
-        return caches.text_size(document), [self._score_answer(item, one.text) for item, one in pairs]
+        pairs = zip(completions, unit.items, strict=True)
+        scores = [Score(*self.task.score_answer(one.text, item.question)) for one, item in pairs]
+        return caches.text_size(document), scores
 
     def _continue(self, unit: Unit, generator: Generator, state: GenerationState) -> Measured:
         """Answers the question of a prompt, which is compressed with it, or scores the rest of a passage."""
@@ -211,7 +211,7 @@ class Evaluator:
         prefix = Prefix.of(generator, unit.text, state, num_first=len(unit.text))
         engine.add([], prefix, max_new_tokens=self.task.answer_tokens)
         [completion], _ = engine.complete()
-        return size, [self._score_answer(item, completion.text)]
+        return size, [Score(*self.task.score_answer(completion.text, item.question))]
 
     def _trace(self, unit: Unit, document: Document, answers: list[Any]) -> Measured:
         """Compares next-token distributions with the full cache's, along its answers."""
@@ -229,36 +229,16 @@ class Evaluator:
         size = caches.sequence_size(generator, len(unit.text), kvjax.cache_bytes(state.layers).host)
         return dataclasses.replace(size, tail_fraction=0.0), [Score(-float(np.mean(log_probs[1:])))]
 
-    def _score_answer(self, item: Item, answer: str) -> Score:
-        """Scores a generated answer."""
-        assert self.task.score is not None
-        if self.task.stop is not None:
-            answer = answer.strip().partition(self.task.stop)[0]
-        return Score(float(self.task.score(answer, item.question)), answer)
-
     def _rows(self, unit: Unit, setting: Setting, **fields: Any) -> list[Row]:
         """Returns the rows of a unit without scores."""
-        return [
-            Row(
-                model=self.model,
-                task=self.task.name,
-                policy=setting.policy,
-                budget=setting.label,
-                kv_dtype=setting.kv_dtype,
-                question="seen" if self.question_seen else "unseen",
-                tokens=self.tokens,
-                seed=self.seed,
-                document=unit.document,
-                item=item.number,
-                score=None,
-                metric="nll" if self.task.kind in ("continue", "stream") else "score",
-                dtype=str(jnp.dtype(self.llm.model.embedding.param_dtype)),
-                prompt_tokens=len(unit.text),
-                chance=1 / len(item.choices) if item.choices else 0.0,
-                **fields,
-            )
-            for item in unit.items
-        ]
+        labels: dict[str, Any] = {"model": self.model, "task": self.task.name, "policy": setting.policy}
+        labels |= {"budget": setting.label, "kv_dtype": setting.kv_dtype, "tokens": self.tokens, "seed": self.seed}
+        labels["question"] = "seen" if self.question_seen else "unseen"
+        labels["metric"] = "nll" if self.task.kind in ("continue", "stream") else "score"
+        labels["dtype"] = str(jnp.dtype(self.llm.model.embedding.param_dtype))
+        labels |= {"document": unit.document, "prompt_tokens": len(unit.text), "score": None} | fields
+        chances = [1 / len(item.choices) if item.choices else 0.0 for item in unit.items]
+        return [Row(item=item.number, chance=one, **labels) for item, one in zip(unit.items, chances, strict=True)]
 
 
 def memory_bytes() -> int:

@@ -24,16 +24,13 @@ class _Collect(argparse.Action):
 
 def repeatable(*default: Any, choices: Iterable[Any] | None = None) -> Any:
     """Returns a dataclass field for a flag that may be repeated and takes several values."""
-    return simple_parsing.field(default=default, action=_Collect, nargs="+", required=False, **_choices(choices))
+    allowed = None if choices is None else list(choices)
+    return simple_parsing.field(default=default, action=_Collect, nargs="+", required=False, choices=allowed)
 
 
 def one_of(default: Any, choices: Iterable[Any]) -> Any:
     """Returns a dataclass field for a flag with a fixed set of values."""
-    return simple_parsing.field(default=default, **_choices(choices))
-
-
-def _choices(choices: Iterable[Any] | None) -> dict[str, Any]:
-    return {} if choices is None else {"choices": list(choices)}
+    return simple_parsing.field(default=default, choices=list(choices))
 
 
 @dataclasses.dataclass(frozen=True)

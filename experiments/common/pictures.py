@@ -74,11 +74,8 @@ def matrix(cells: Sequence[Cell], title: str) -> plt.Figure:
         The figure. Small numbers are documents.
     """
     full = {cell.column: cell for cell in cells if cell.policy == FULL_CACHE}
-    others = {
-        ((cell.policy, cell.has_profile), (cell.column, -cell.budget)): cell
-        for cell in cells
-        if cell.policy != FULL_CACHE
-    }
+    compressed = [cell for cell in cells if cell.policy != FULL_CACHE]
+    others = {((cell.policy, cell.has_profile), (cell.column, -cell.budget)): cell for cell in compressed}
     columns = sorted({column for _, column in others})
     # `auto` comes first, then policies with the profile, then the others.
     rows = sorted({row for row, _ in others}, key=lambda row: (row[0] != "auto", not row[1], row[0]))
@@ -150,15 +147,12 @@ def score_by_bytes(cells: Sequence[Cell], systems: Collection[str]) -> plt.Figur
         axes.plot(*zip(*(cell.point for cell in curve), strict=True), "o-", color=color, zorder=3)
         label(policy, curve[0], (8, -6), fontsize=10, color=color, weight="bold")
     of_systems = [cell for cell in cells if cell.policy in systems and cell.budget == 25]
-    for has_profile, heading, color in (
-        (True, "with the model's profile", PROFILE),
-        (False, "as published", AS_PUBLISHED),
-    ):
+    headings = (True, "with the model's profile", PROFILE), (False, "as published", AS_PUBLISHED)
+    for has_profile, heading, color in headings:
         chosen = [cell for cell in of_systems if cell.has_profile == has_profile]
+        face = color if has_profile else "white"
         for cell in chosen:
-            axes.plot(
-                *cell.point, "o", color=color, markerfacecolor=color if has_profile else "white", markersize=6, zorder=4
-            )
+            axes.plot(*cell.point, "o", color=color, markerfacecolor=face, markersize=6, zorder=4)
             if cell.line.held > 1:
                 text = f"{cell.policy}\n(reads {cell.line.read:.0%})"
                 label(text, cell, (-9, -3), ha="right", va="center", fontsize=8, color=color)
@@ -167,10 +161,8 @@ def score_by_bytes(cells: Sequence[Cell], systems: Collection[str]) -> plt.Figur
     axes.set_xticks(TICKS, [f"{tick:g}%" for tick in TICKS])
     axes.set_xlabel("bytes of the cache, relative to a full bfloat16 cache", fontsize=9)
     axes.set_ylabel("share of right answers", fontsize=9)
-    title = (
-        f"{full.model}, questions about {full.line.documents} texts of {full.tokens:,} tokens, asked after compression"
-    )
-    axes.set_title(title, fontsize=10, loc="left")
+    texts = f"{full.line.documents} texts of {full.tokens:,} tokens"
+    axes.set_title(f"{full.model}, questions about {texts}, asked after compression", fontsize=10, loc="left")
     return figure
 
 

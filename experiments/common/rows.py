@@ -171,15 +171,11 @@ class RowFile:
             atomic_io.append_line(self.path, "\n".join(json.dumps(dataclasses.asdict(row)) for row in rows))
         self.rows |= {row.key: row for row in rows}
 
-    def close(self) -> None:
-        """Releases the file for other processes."""
-        self._lock.release()
-
     def __enter__(self) -> "RowFile":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._lock.release()
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows.values())

@@ -23,37 +23,22 @@ SMALL = LlamaConfig(
 )
 # https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct
 LLAMA_8B = LlamaConfig(
-    vocab_size=128256,
-    width=4096,
-    mlp_width=14336,
-    layers=32,
-    query_heads=32,
-    kv_heads=8,
-    head_dim=128,
-    max_length=131072,
-    rope_theta=500000.0,
-    rope_scaling=RopeScaling("llama3", 8.0),
-)
+    vocab_size=128256, width=4096, mlp_width=14336, layers=32, query_heads=32, kv_heads=8, head_dim=128,
+    max_length=131072, rope_theta=500000.0, rope_scaling=RopeScaling("llama3", 8.0),
+)  # fmt: skip
 SHAPES = {
     "small": SMALL,
     "small-ungrouped": dataclasses.replace(SMALL, kv_heads=SMALL.query_heads),
     # https://huggingface.co/togethercomputer/LLaMA-2-7B-32K
     "llama-2-7b-32k": LlamaConfig(
-        vocab_size=32000,
-        width=4096,
-        mlp_width=11008,
-        layers=32,
-        query_heads=32,
-        kv_heads=32,
-        head_dim=128,
-        max_length=32768,
-        rope_scaling=RopeScaling("linear", 8.0),
+        vocab_size=32000, width=4096, mlp_width=11008, layers=32, query_heads=32, kv_heads=32, head_dim=128,
+        max_length=32768, rope_scaling=RopeScaling("linear", 8.0),
     ),
     "llama-3.1-8b": LLAMA_8B,
     # https://huggingface.co/meta-llama/Llama-3.1-70B-Instruct and Llama-3.1-405B-Instruct
     "llama-3.1-70b": dataclasses.replace(LLAMA_8B, width=8192, mlp_width=28672, layers=80, query_heads=64),
     "llama-3.1-405b": dataclasses.replace(LLAMA_8B, width=16384, mlp_width=53248, layers=126, query_heads=128),
-}
+}  # fmt: skip
 
 
 def find_shape(name: str) -> LlamaConfig:

@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +16,9 @@ from experiments.common.timing import interleaved_seconds
 from kvjax_models import LanguageModel
 from kvjax_models.runner.generator import Generator
 
+T = TypeVar("T")
 MIN_SAMPLES = 6  # samples whose median has a 95% interval
-MEASURES = ("latency", "prefill", "throughput", "first_answer", "answer", "questions", "bytes", "transformers")
+MEASURES = ("latency", "prefill", "throughput", "first_answer", "questions", "bytes", "transformers")
 TRANSFORMERS = "transformers"  # the beginning of the names of its runs
 
 
@@ -39,7 +40,7 @@ class Options(Flags):
     prefill_chunk: int = 256  # Tokens per chunk of exact prefill, for `latency`.
     batch: int = 1  # Copies of the sequence that decode together, for `latency`.
     equal_memory: bool = False  # Every setting decodes as many copies as fit in the memory of `batch` full caches.
-    transformers: bool = False  # Also decode with transformers, which must be installed.
+    transformers: bool = False  # `first_answer` and `questions` also measure transformers, which must be installed.
     questions: int = 12  # Questions of `questions`.
     question_tokens: int = 16  # Tokens of each of them.
     answer_tokens: int = 256  # Tokens of a request of `throughput`.
@@ -69,17 +70,26 @@ def dtype_of(llm: LanguageModel) -> str:
     return str(jnp.dtype(llm.model.embedding.param_dtype))
 
 
-def make_generators(llm: LanguageModel, settings: Sequence[Setting], **sizes: Any) -> dict[Setting, Generator]:
-    """Returns a generator of every setting that is possible, and prints why the others are not."""
-    generators = {}
+def make_possible(settings: Sequence[Setting], make: Callable[[Setting], T]) -> dict[Setting, T]:
+    """Returns what `make` makes of every setting that is possible, and prints why the others are not."""
+    made = {}
     for setting in settings:
         try:
-            generator = setting.cache(llm).generator(**sizes)
-            setting.check(generator)
-            generators[setting] = generator
+            made[setting] = make(setting)
         except ValueError as error:
             print(f"{setting} is left out: {error}")
-    return generators
+    return made
+
+
+def make_generators(llm: LanguageModel, settings: Sequence[Setting], **sizes: Any) -> dict[Setting, Generator]:
+    """Returns a generator of every setting that is possible, and prints why the others are not."""
+
+    def make(setting: Setting) -> Generator:
+        generator = setting.cache(llm).generator(**sizes)
+        setting.check(generator)
+        return generator
+
+    return make_possible(settings, make)
 
 
 def random_tokens(llm: LanguageModel, seed: int, count: int, length: int) -> list[list[int]]:

@@ -161,17 +161,6 @@ def relative_errors(
     return distance.mean(axis=(1, 2))
 
 
-def clamped_errors(
-    attended: Float[np.ndarray, "R Q H_q D"], exact: Float[np.ndarray, "R Q H_q D"]
-) -> Float[np.ndarray, "R"]:
-    """Returns the error as BalanceKV's notebook computes it for Figures 1 and 3: |z - Attn| / |max(Attn, 1e-8)|.
-
-    The denominator omits negative entries, so the result is larger than `relative_errors`.
-    """
-    distance = np.linalg.norm(attended - exact, axis=-1) / np.linalg.norm(np.maximum(exact, 1e-8), axis=-1)
-    return distance.mean(axis=(1, 2))
-
-
 def weighted_terms(
     queries: Float[Array, "Q D"], keys: Float[Array, "S D"], log_weight: Float[Array, "S"] | float = 0.0
 ) -> Float[Array, "Q S"]:
@@ -248,29 +237,11 @@ def _low_rank(rng: np.random.Generator, tokens: int, queries: int, head_dim: int
     )
 
 
-def _index(rng: np.random.Generator, tokens: int, queries: int, head_dim: int) -> Tokens:
-    """Draws the hard instance of BalanceKV's lower bound (appendix C), on which every small cache has a large error.
-
-    Pairs (key, value) form groups of D. All pairs of a group have the same key, a vector of random signs, and the
-    values are the standard basis. The stream has a random half of the pairs, in random order. A query is the key of one
-    group: coordinate j of exact attention is large if the stream has the pair (group, e_j).
-
-    Returns:
-        Keys, values and queries.
-    """
-    groups = -(-2 * tokens // head_dim)
-    signs = 2.0 * rng.integers(2, size=(groups, head_dim)) - 1
-    kept = rng.permutation(groups * head_dim)[:tokens]
-    group, coordinate = np.divmod(kept, head_dim)
-    return signs[group], np.eye(head_dim)[coordinate], signs[rng.integers(groups, size=queries)]
-
-
 SYNTHETIC: dict[str, Callable[[np.random.Generator, int, int, int], Tokens]] = {
     "iid": _iid,
     "tight": _tight,
     "drift": _drift,
     "low_rank": _low_rank,
-    "index": _index,
 }
 
 

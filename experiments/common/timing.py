@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
+from experiments.common.caches import Setting
 from kvjax.combinators.host_memory import HostMemoryState
 from kvjax.policy import merge_requirements
-from kvjax.quantization import readable
-from kvjax.segment import BlockStoreRead
 from kvjax_models.model.llama import Llama, parameter_bytes
 from kvjax_models.runner import lowering
 from kvjax_models.runner.decode import decode_block
@@ -34,8 +33,6 @@ from kvjax_models.runner.state import (
 )
 from pallas_kernels.benchmarking import describe
 
-T = TypeVar("T")
-SELECTIONS = 64  # queries of one timed program, so that its launch is negligible
 COMPILER_THREADS = min(os.cpu_count() or 1, 16)
 
 
@@ -44,11 +41,6 @@ def timed(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
     begin = time.perf_counter()
     result = jax.block_until_ready(function(*args))
     return time.perf_counter() - begin, result
-
-
-def seconds(function: Callable[..., Any], *args: Any, repetitions: int = 5) -> Float[np.ndarray, "R"]:
-    """Returns the seconds of every repetition, after one call that compiles."""
-    return np.asarray([timed(function, *args)[0] for _ in range(repetitions + 1)][1:])
 
 
 def interleaved_seconds(runs: Sequence[Callable[[], Any]], repetitions: int) -> Float[np.ndarray, "P R"]:
@@ -150,7 +142,7 @@ def lower_sequence(
     return programs
 
 
-class TimedPrefill(Generic[T]):
+class TimedPrefill:
     """Exact prefill of one random prompt, layer by layer, into the caches of several generators.
 
     Attributes:
@@ -158,7 +150,7 @@ class TimedPrefill(Generic[T]):
         problems: messages of the settings that failed; they are left out.
     """
 
-    def __init__(self, model: Llama, generators: Mapping[T, Generator], context: int, chunk: int, seed: int):
+    def __init__(self, model: Llama, generators: Mapping[Setting, Generator], context: int, chunk: int, seed: int):
         """Creates the prompt and empty states.
 
         Args:
@@ -169,8 +161,8 @@ class TimedPrefill(Generic[T]):
             seed: seed of the prompt and the policies.
         """
         self.model, self.generators, self.context, self.chunk, self.seed = model, generators, context, chunk, seed
-        self.problems: dict[T, str] = {}
-        self.states: dict[T, GenerationState] = {}
+        self.problems: dict[Setting, str] = {}
+        self.states: dict[Setting, GenerationState] = {}
         self.prompt = np.zeros((1, -(-context // chunk) * chunk), np.int32)
         self.prompt[0, :context] = np.random.default_rng(seed).integers(0, model.config.vocab_size, context)
         self.lengths = jnp.full(1, context, jnp.int32)
@@ -178,7 +170,7 @@ class TimedPrefill(Generic[T]):
         self.repeat = merge_requirements(policies).repetition
         self._create_states()
 
-    def compile(self, rows: Mapping[T, int]) -> dict[T, jax.stages.Compiled]:
+    def compile(self, rows: Mapping[Setting, int]) -> dict[Setting, jax.stages.Compiled]:
         """Computes one layer, and compiles the programs of all settings at the same time.
 
         Args:
@@ -191,19 +183,17 @@ class TimedPrefill(Generic[T]):
         _, layer, _ = next(self._layers())
         compiled = {}
         with ThreadPoolExecutor(COMPILER_THREADS) as pool:
-            jobs = {
-                setting: [
-                    pool.submit(lambda lower: lower().compile(), lower)
-                    for lower in self._programs(setting, layer, rows[setting]).values()
-                ]
-                for setting in self.states
-            }
-            for setting, programs in jobs.items():
+            jobs = {}
+            for setting, state in self.states.items():
+                sizes = layer, self.lengths, rows[setting], state.positions.sharding
+                programs = lower_sequence(self.generators[setting], state, *sizes).values()
+                jobs[setting] = [pool.submit(lambda lower: lower().compile(), lower) for lower in programs]
+            for setting, job in jobs.items():
                 with self.recorded_problem(setting):
-                    compiled[setting], *_ = [program.result() for program in programs]
+                    compiled[setting], *_ = [program.result() for program in job]
         return {setting: program for setting, program in compiled.items() if setting in self.states}
 
-    def run(self) -> Iterator[tuple[float, dict[T, float]]]:
+    def run(self) -> Iterator[tuple[float, dict[Setting, float]]]:
         """Processes the prompt.
 
         Yields:
@@ -220,7 +210,7 @@ class TimedPrefill(Generic[T]):
             yield prefill_seconds, compression
 
     @contextlib.contextmanager
-    def recorded_problem(self, *settings: T) -> Iterator[None]:
+    def recorded_problem(self, *settings: Setting) -> Iterator[None]:
         """Leaves settings out if the body raises, so that they do not end the measurement of the others."""
         try:
             yield
@@ -236,38 +226,37 @@ class TimedPrefill(Generic[T]):
                 with self.recorded_problem(setting):
                     self.states[setting] = commit_to_device(generator.init_state(self.seed), generator.mesh)
 
-    def _programs(self, setting: T, layer: PrefilledLayer, rows: int) -> dict[str, Callable[[], jax.stages.Lowered]]:
-        state = self.states[setting]
-        return lower_sequence(self.generators[setting], state, layer, self.lengths, rows, state.positions.sharding)
-
     def _layers(self) -> Iterator[tuple[float, PrefilledLayer, float]]:
         """Yields for every layer the seconds of its prefill, its results, and the seconds of its repetition."""
-        num_queries = [
-            max(
-                one.policies[number].requires.num_prompt_queries(self.prompt.shape[1])
-                for one in self.generators.values()
-            )
-            for number in range(self.model.config.layers)
-        ]
+        of_layers = zip(*(one.policies for one in self.generators.values()), strict=True)
+        tokens = self.prompt.shape[1]
+        num_queries = [max(one.requires.num_prompt_queries(tokens) for one in of_layer) for of_layer in of_layers]
         scorer = common_scorer(list(self.generators.values()))
         layers = prefill_layers(self.model, self.prompt, self.lengths, self.chunk, num_queries, scorer=scorer)
-        sizes: Any = None
-        x: Any = None
         if self.repeat is not None:
             texts, counts = make_repetitions(self.repeat, self.prompt, np.array([self.context], np.int32))
-            sizes = jnp.asarray(counts)
             x = embed(self.model, jnp.asarray(texts.reshape(1, 1, -1)))
         for number in range(self.model.config.layers):
             prefill_seconds, layer = timed(next, layers)
             repeat_seconds = 0.0
             if self.repeat is not None:
-                rotary = self.model.config.rotary(number, self.prompt.shape[1])
-                args = (self.repeat, rotary, None, False, x, layer.keys, layer.values, self.lengths, sizes)
+                rotary = self.model.config.rotary(number, tokens)
+                args = (
+                    self.repeat,
+                    rotary,
+                    None,
+                    False,
+                    x,
+                    layer.keys,
+                    layer.values,
+                    self.lengths,
+                    jnp.asarray(counts),
+                )
                 repeat_seconds, (x, repeated) = timed(repeat_layer, self.model.layers[number], *args)
                 layer = layer._replace(repeated=repeated)
             yield prefill_seconds, layer, repeat_seconds
 
-    def _compress(self, setting: T, number: int, layer: PrefilledLayer, repeat_seconds: float) -> float:
+    def _compress(self, setting: Setting, number: int, layer: PrefilledLayer, repeat_seconds: float) -> float:
         """Compresses a layer into a setting's state and returns the seconds."""
         state = self.states[setting]
         cache = state.layers[number]
@@ -287,10 +276,9 @@ def compaction_seconds(state: GenerationState, repetitions: int = 3) -> tuple[fl
         state: a state whose programs are compiled; donated.
         repetitions: timed runs.
     """
-    times = []
-    for _ in range(repetitions):
-        elapsed, state = timed(compact_layers, state)
-        times.append(elapsed)
+    times = np.zeros(repetitions)
+    for number in range(repetitions):
+        times[number], state = timed(compact_layers, state)
     return float(np.median(times)), state
 
 
@@ -300,42 +288,3 @@ def hit_rate(state: GenerationState) -> float | None:
     block_caches = [one for layer in hosted for one in layer.block_caches]
     requested = sum(int(jnp.sum(one.requested)) for one in block_caches)
     return sum(int(jnp.sum(one.hits)) for one in block_caches) / requested if requested else None
-
-
-def selection_seconds(layers: Sequence[kvjax.Cache], repetitions: int) -> float | None:
-    """Measures the selection of blocks, without reading them.
-
-    Args:
-        layers: the layers' caches; the last one is measured.
-        repetitions: timed runs.
-
-    Returns:
-        Seconds per token over all layers; None if the policy does not retrieve blocks.
-    """
-    spec = layers[-1].spec
-
-    def reads_of(cache: kvjax.Cache) -> list[BlockStoreRead]:
-        visible = jnp.zeros((cache.staging.keys.shape[0], 1), jnp.int32)
-        segments = cache.policy.segments(readable(cache.state), visible)
-        return [one for one in segments if isinstance(one, BlockStoreRead)]
-
-    if not reads_of(layers[-1]):
-        return None
-
-    @jax.jit
-    def select(cache, queries):
-        def select_for(query):
-            # The barrier keeps work that does not depend on the query inside the loop.
-            cache_now, query = jax.lax.optimization_barrier((cache, query))
-            total, group = jnp.int32(0), spec.query_heads // spec.kv_heads
-            for read in reads_of(cache_now):
-                heads = read.kv_heads or tuple(range(spec.kv_heads))
-                selection = read.select(query[:, :, heads[0] * group : (heads[-1] + 1) * group])
-                total += jnp.sum(selection.block_indices) + jnp.sum(selection.block_lengths)
-            return total
-
-        return jax.lax.map(select_for, queries)
-
-    queries = jax.random.normal(jax.random.key(0), (SELECTIONS, 1, 1, spec.query_heads, spec.head_dim), spec.dtype)
-    elapsed = seconds(select, layers[-1], queries, repetitions=repetitions)
-    return float(np.median(elapsed)) / SELECTIONS * len(layers)

@@ -17,37 +17,11 @@ CacheKind = Literal["dynamic", "static", "static in a CUDA graph"]
 CACHES: tuple[CacheKind, ...] = ("dynamic", "static", "static in a CUDA graph")
 
 
-def make_model(config: LlamaConfig, dtype: str) -> tuple[Any, str]:
-    """Returns a Llama of the same sizes with random weights, and torch's device: a GPU if there is one.
-
-    The rotary embedding and its scaling have no effect on the time.
-
-    Args:
-        config: sizes of the decoder.
-        dtype: dtype of the weights.
-
-    Raises:
-        ImportError: if torch or transformers is not installed.
-    """
-    import torch
-    import transformers
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    values = transformers.LlamaConfig(
-        vocab_size=config.vocab_size, hidden_size=config.width, intermediate_size=config.mlp_width,
-        num_hidden_layers=config.layers, num_attention_heads=config.query_heads,
-        num_key_value_heads=config.kv_heads, head_dim=config.head_dim, max_position_embeddings=config.max_length,
-        tie_word_embeddings=config.tied_embeddings, attention_bias=config.qkv_bias,
-    )  # fmt: skip
-    with torch.device(device):
-        model: Any = transformers.AutoModelForCausalLM.from_config(
-            values, attn_implementation="sdpa", dtype=getattr(torch, dtype)
-        ).eval()
-    return model, device
-
-
 class TransformersAnswers:
-    """Answers of transformers with a `DynamicCache`, greedy, from random weights."""
+    """Answers of a Llama of transformers with random weights and a `DynamicCache`, greedy.
+
+    The model is on a GPU if there is one. The rotary embedding and its scaling have no effect on the time.
+    """
 
     def __init__(self, config: LlamaConfig, dtype: str):
         """Creates the model.
@@ -59,7 +33,20 @@ class TransformersAnswers:
         Raises:
             ImportError: if torch or transformers is not installed.
         """
-        self.model, self.device = make_model(config, dtype)
+        import torch
+        import transformers
+
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        values = transformers.LlamaConfig(
+            vocab_size=config.vocab_size, hidden_size=config.width, intermediate_size=config.mlp_width,
+            num_hidden_layers=config.layers, num_attention_heads=config.query_heads,
+            num_key_value_heads=config.kv_heads, head_dim=config.head_dim, max_position_embeddings=config.max_length,
+            tie_word_embeddings=config.tied_embeddings, attention_bias=config.qkv_bias,
+        )  # fmt: skip
+        with torch.device(self.device):
+            self.model: Any = transformers.AutoModelForCausalLM.from_config(
+                values, attn_implementation="sdpa", dtype=getattr(torch, dtype)
+            ).eval()
 
     def read(self, text: Sequence[int]) -> Any:
         """Returns the cache of a text."""
@@ -98,11 +85,8 @@ class TransformersAnswers:
             return torch.cat(answers, dim=1).tolist()
 
 
-class TransformersWriter:
-    """Decodes `tokens` tokens per call, greedily, after a context of random keys and values.
-
-    Weights are random and created on torch's device: a GPU if there is one. Attention is torch's fused one ("sdpa").
-    """
+class TransformersWriter(TransformersAnswers):
+    """Decodes `tokens` tokens per call, greedily, after a context of random keys and values."""
 
     def __init__(self, config: LlamaConfig, dtype: str, context: int, tokens: int, cache: CacheKind = "dynamic"):
         """Creates the model and fills the cache.
@@ -121,7 +105,7 @@ class TransformersWriter:
         import torch
         import transformers
 
-        self.model, device = make_model(config, dtype)
+        super().__init__(config, dtype)
         # Room for a run that warms up and the runs of a measurement.
         room = context + 16 * tokens
         caches: Any = transformers  # its classes have different arguments
@@ -129,11 +113,11 @@ class TransformersWriter:
             self.cache = caches.DynamicCache(config=self.model.config)
         else:
             self.cache = caches.StaticCache(config=self.model.config, max_cache_len=room)
-        self.tokens, self.token = tokens, torch.zeros((1, 1), dtype=torch.long, device=device)
+        self.tokens, self.token = tokens, torch.zeros((1, 1), dtype=torch.long, device=self.device)
         shape = (2, 1, config.kv_heads, context, config.head_dim)
         with torch.inference_mode():
             for layer in range(config.layers):
-                self.cache.update(*torch.randn(shape, dtype=getattr(torch, dtype), device=device), layer)
+                self.cache.update(*torch.randn(shape, dtype=getattr(torch, dtype), device=self.device), layer)
             self._step = self._capture(context) if cache == CACHES[2] else self._decode
 
     def __call__(self) -> list[int]:

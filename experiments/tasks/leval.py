@@ -25,26 +25,23 @@ _SHORT_ANSWER = (
 )
 
 
-def make_task(name: str, argument: str, request: Request) -> Task:
-    """Returns a task, which takes no argument; documents that do not fit are left out or cut, as requested."""
-    if argument:
-        raise ValueError(f"{name}:{argument}: {name} takes no argument")
-    if name in CHOICES:
-        documents = [
-            Document(entry["input"], questions, str(number))
-            for number, entry in enumerate(data_files.read_jsonl(request.data_dir, f"leval/{name}.jsonl"))
-            if (questions := _choice_questions(entry["instructions"], entry["outputs"]))
-        ]
+def make_task(name: str, _: str, request: Request) -> Task:
+    """Returns a task; documents that do not fit are left out or cut, as requested."""
+    file, metric, answer_tokens = ANSWERS.get(name, (name, None, 0))
+    ask = _choice_questions if metric is None else _short_questions
+    entries = data_files.read_jsonl(request.data_dir, f"leval/{file}.jsonl")
+    asked = [ask(entry["instructions"], entry["outputs"]) for entry in entries]
+    documents = [
+        Document(entry["input"], questions, str(number))
+        for number, (entry, questions) in enumerate(zip(entries, asked, strict=True))
+        if questions
+    ]
+    if metric is None:
         longest = max(request.num_tokens(choice) for one in documents for q in one.questions for choice in q.choices)
         return Task(fit_documents(documents, request, longest), kind="choose", answer_tokens=longest)
-    file, metric, answer_tokens = ANSWERS[name]
-    documents = [
-        Document(entry["input"], _short_questions(entry["instructions"], entry["outputs"]), str(number))
-        for number, entry in enumerate(data_files.read_jsonl(request.data_dir, f"leval/{file}.jsonl"))
-    ]
     return Task(
         fit_documents(documents, request, answer_tokens),
-        score=lambda answer, question: max(metric(answer, correct) for correct in question.answers),
+        score=lambda answer, question: metric(answer, question.answers[0]),
         answer_tokens=answer_tokens,
     )
 
@@ -66,12 +63,6 @@ def _choice_questions(instructions: list[str], outputs: list[str]) -> tuple[Ques
         correct = re.match(r"\(?([A-F]+)\b", output.strip())
         if correct is None or correct[1] not in letters or len(set(letters)) < len(letters) or not all(options):
             continue
-        questions.append(
-            Question(
-                f"\n\nQuestion: {' '.join(stem.split())}",
-                (str(letters.index(correct[1])),),
-                " Answer:",
-                tuple(f" {option}" for option in options),
-            )
-        )
+        text, choices = f"\n\nQuestion: {' '.join(stem.split())}", tuple(f" {option}" for option in options)
+        questions.append(Question(text, (str(letters.index(correct[1])),), " Answer:", choices))
     return tuple(questions)

@@ -114,19 +114,16 @@ def read_entry(settings: DataSet, entry: Mapping, where: str, name: str) -> Docu
     if not entry["answers"]:
         raise ValueError(f"{where} has no answer")
     before, after = settings.prompt.split("{context}")
-    question = Question(
-        after.format(input=entry["input"]), tuple(entry["answers"]), choices=tuple(entry["all_classes"] or ())
-    )
-    return Document(before + entry["context"], (question,), name)
+    text, classes = after.format(input=entry["input"]), tuple(entry["all_classes"] or ())
+    return Document(before + entry["context"], (Question(text, tuple(entry["answers"]), choices=classes),), name)
 
 
 def score(settings: DataSet, answer: str, question: Question) -> float:
     """Returns the best score with any of the correct answers."""
     if settings.first_line:
         answer = answer.lstrip("\n").split("\n")[0]
-    if settings.metric == "classification":
-        return max(metrics.classification(answer, correct, question.choices) for correct in question.answers)
-    return max(METRICS[settings.metric](answer, correct) for correct in question.answers)
+    metric = METRICS.get(settings.metric, functools.partial(metrics.classification, classes=question.choices))
+    return max(metric(answer, correct) for correct in question.answers)
 
 
 def truncate(document: Document, answer_tokens: int, request: Request) -> Document:

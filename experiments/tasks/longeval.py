@@ -68,10 +68,8 @@ def generate_lines(rng: np.random.Generator, questions: int, request: Request) -
         """Makes a record of `size` lines."""
         record = "".join(LINE.format(name=names[index], number=numbers[index]) for index in range(size))
         asked = [int(place * size) for place in places]
-        return Document(
-            HEADER + record,
-            tuple(Question(LINES_QUESTION.format(name=names[index]), (str(numbers[index]),)) for index in asked),
-        )
+        texts = [Question(LINES_QUESTION.format(name=names[one]), (str(numbers[one]),)) for one in asked]
+        return Document(HEADER + record, tuple(texts))
 
     return longest_that_fits(make, request, ANSWER_TOKENS, count)
 
@@ -82,9 +80,8 @@ def published_lines(argument: str, request: Request) -> Task:
     documents = []
     for number, entry in enumerate(entries):
         before, mark, after = entry["prompt"].partition("\nNow the record is over.")
-        documents.append(
-            Document(before, (Question(mark + after.rstrip(), (str(entry["expected_number"]),)),), str(number))
-        )
+        question = Question(mark + after.rstrip(), (str(entry["expected_number"]),))
+        documents.append(Document(before, (question,), str(number)))
     return Task(tuple(request.select(documents)), score=last_number, answer_tokens=ANSWER_TOKENS)
 
 

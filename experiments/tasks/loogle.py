@@ -26,23 +26,20 @@ _CLOZE_TEXT = (
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 
 
-def make_task(name: str, argument: str, request: Request) -> Task:
-    """Returns a task, which takes no argument; texts that do not fit are left out or cut, as requested."""
-    if argument:
-        raise ValueError(f"{name}:{argument}: {name} takes no argument")
+def make_task(name: str, _: str, request: Request) -> Task:
+    """Returns a task; texts that do not fit are left out or cut, as requested."""
     is_cloze = name == "shortdep_cloze"
     answer_tokens = CLOZE_TOKENS if is_cloze else QA_TOKENS
     documents: list[Document] = []
     evidence: dict[Question, list[str]] = {}
     for number, entry in enumerate(data_files.read_jsonl(request.data_dir, f"loogle/{name}.jsonl")):
-        pairs = ast.literal_eval(entry["qa_pairs"])
-        asked = {_cloze(pair): [] for pair in pairs} if is_cloze else {_question(one): _evidence(one) for one in pairs}
+        asked = dict(_cloze(pair) if is_cloze else _question(pair) for pair in ast.literal_eval(entry["qa_pairs"]))
         evidence |= asked
         context = (_CLOZE_TEXT if is_cloze else _QA_TEXT) + entry["input"]
         documents.append(Document(context, tuple(asked), str(number)))
     fitting = []
     for document in fit_documents(documents, request, answer_tokens):
-        text = _in_one_line(document.context)
+        text = " ".join(document.context.split())
         left = tuple(one for one in document.questions if all(sentence in text for sentence in evidence[one]))
         if left:
             fitting.append(dataclasses.replace(document, questions=left))
@@ -51,24 +48,18 @@ def make_task(name: str, argument: str, request: Request) -> Task:
     return Task(tuple(fitting), score=_score_cloze if is_cloze else _score, answer_tokens=answer_tokens)
 
 
-def _question(pair: dict[str, Any]) -> Question:
-    return Question(f"\nQuestion: {pair['Q']}", (pair["A"],), "\nAnswer: ")
-
-
-def _cloze(pair: dict[str, Any]) -> Question:
-    """Returns the question of a cloze, whose answer is a JSON object with the name of every mask."""
-    answer = json.dumps(pair["A"])
-    return Question(f"\n Question: {pair['Q']} What are the masked entities? ", (answer,), "\nAnswer:")
-
-
-def _evidence(pair: dict[str, Any]) -> list[str]:
-    """Returns the sentences of the text that answer a question."""
+def _question(pair: dict[str, Any]) -> tuple[Question, list[str]]:
+    """Returns a question, and the sentences of the text that answer it."""
     parts = [pair["S"]] if isinstance(pair["S"], str) else pair["S"]
-    return [_in_one_line(sentence) for part in parts for sentence in _SENTENCE_END.split(part.strip()) if sentence]
+    sentences = [sentence for part in parts for sentence in _SENTENCE_END.split(part.strip()) if sentence]
+    evidence = [" ".join(sentence.split()) for sentence in sentences]
+    return Question(f"\nQuestion: {pair['Q']}", (pair["A"],), "\nAnswer: "), evidence
 
 
-def _in_one_line(text: str) -> str:
-    return " ".join(text.split())
+def _cloze(pair: dict[str, Any]) -> tuple[Question, list[str]]:
+    """Returns the question of a cloze, whose answer is a JSON object with the name of every mask."""
+    text = f"\n Question: {pair['Q']} What are the masked entities? "
+    return Question(text, (json.dumps(pair["A"]),), "\nAnswer:"), []
 
 
 def _score(answer: str, question: Question) -> float:
@@ -80,7 +71,7 @@ def _score_cloze(answer: str, question: Question) -> float:
     try:
         names = ast.literal_eval(answer.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return 0.0
+        names = None
     if not isinstance(names, dict):
         return 0.0
     right = json.loads(question.answers[0])

@@ -83,17 +83,13 @@ def generate(form: str, rng: np.random.Generator, depth: float, source: str, req
     question = Question(after.format(**drawn), (prompt["answer"].format(**drawn),))
     if form == "continue":
         before = "This is a very long story book: <book> "
-        question = Question(
-            " </book>.\nBased on the content of the book, what is the best thing to do in San Francisco?",
-            question.answers,
-            " The best thing to do in San Francisco is",
-        )
+        text = " </book>.\nBased on the content of the book, what is the best thing to do in San Francisco?"
+        question = Question(text, question.answers, " The best thing to do in San Francisco is")
 
     def make(size: int) -> Document:
         """Makes a document with a haystack of `size` words."""
-        return Document(
-            before + insert(haystacks.take(words, size), prompt["needle"].format(**drawn), depth), (question,)
-        )
+        text = insert(haystacks.take(words, size), prompt["needle"].format(**drawn), depth)
+        return Document(before + text, (question,))
 
     return longest_that_fits(make, request, prompt["answer_tokens"])
 

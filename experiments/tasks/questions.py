@@ -138,10 +138,8 @@ def generate(items: list[Item], pool: tuple[str, ...], rng: np.random.Generator,
         count = len(needed) - 1 + size
         chosen = (available * (count // len(available) + 1))[:count]
         places = np.argsort(np.random.default_rng(seed).random(count))
-        texts = [
-            templates.QA_DOCUMENT.format(number=number, document=chosen[place])
-            for number, place in enumerate(places, start=1)
-        ]
+        numbered = ((number, chosen[place]) for number, place in enumerate(places, start=1))
+        texts = [templates.QA_DOCUMENT.format(number=number, document=document) for number, document in numbered]
         return Document(templates.QA_CONTEXT.format(context="\n\n".join(texts)), questions)
 
     return longest_that_fits(make, request, ANSWER_TOKENS)

@@ -66,11 +66,9 @@ def _score_number(answer: str, question: Question) -> float:
 def gsm8k_trace(argument: str, request: Request) -> Task:
     """Returns single questions of GSM8K, for traces of `argument` tokens."""
     entries = request.select(data_files.read_jsonl(request.data_dir, "reasoning/gsm8k_test.jsonl"))
-    documents = [
-        Document(entry["question"], (Question(" Think step by step.", ()),), str(number))
-        for number, entry in enumerate(entries)
-    ]
-    return Task(tuple(documents), kind="trace", answer_tokens=int(argument or ANSWER_TOKENS))
+    question = Question(" Think step by step.", ())
+    documents = tuple(Document(entry["question"], (question,), str(number)) for number, entry in enumerate(entries))
+    return Task(documents, kind="trace", answer_tokens=int(argument or ANSWER_TOKENS))
 
 
 def humaneval(argument: str, request: Request) -> Task:
@@ -81,15 +79,16 @@ def humaneval(argument: str, request: Request) -> Task:
     """
     if argument != "run":
         raise ValueError("humaneval runs code that the model writes; pass humaneval:run to allow it")
-    documents = tuple(
-        Document(
-            entry["prompt"],
-            (Question("", (f"{entry['test']}\ncheck({entry['entry_point']})\n", entry["prompt"])),),
-            entry["task_id"],
-        )
-        for entry in request.select(data_files.read_jsonl(request.data_dir, "reasoning/humaneval.jsonl.gz"))
-    )
-    return Task(documents, score=passes_tests, answer_tokens=ANSWER_TOKENS, chat=False)
+    return Task(_functions(request), score=passes_tests, answer_tokens=ANSWER_TOKENS, chat=False)
+
+
+def _functions(request: Request) -> tuple[Document, ...]:
+    """Returns functions to complete, with their tests and prompts as answers."""
+    documents = []
+    for entry in request.select(data_files.read_jsonl(request.data_dir, "reasoning/humaneval.jsonl.gz")):
+        tests = f"{entry['test']}\ncheck({entry['entry_point']})\n"
+        documents.append(Document(entry["prompt"], (Question("", (tests, entry["prompt"])),), entry["task_id"]))
+    return tuple(documents)
 
 
 def passes_tests(answer: str, question: Question) -> float:
@@ -104,14 +103,9 @@ def passes_tests(answer: str, question: Question) -> float:
     """
     tests, prompt = question.answers
     body = re.split(r"\n(?=[^\s#])", answer)[0]
-
+    words = [sys.executable, "-I", "-c", f"{_LIMITS}{prompt}{body}\n{tests}"]
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-c", f"{_LIMITS}{prompt}{body}\n{tests}"],
-            capture_output=True,
-            timeout=SECONDS,
-            check=False,
-        )
+        done = subprocess.run(words, capture_output=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return 0.0
     return float(done.returncode == 0)
@@ -119,11 +113,7 @@ def passes_tests(answer: str, question: Question) -> float:
 
 def humaneval_trace(argument: str, request: Request) -> Task:
     """Returns functions to complete, for traces of `argument` tokens."""
-    documents = tuple(
-        Document(entry["prompt"], (Question("", ()),), entry["task_id"])
-        for entry in request.select(data_files.read_jsonl(request.data_dir, "reasoning/humaneval.jsonl.gz"))
-    )
-    return Task(documents, kind="trace", answer_tokens=int(argument or ANSWER_TOKENS), chat=False)
+    return Task(_functions(request), kind="trace", answer_tokens=int(argument or ANSWER_TOKENS), chat=False)
 
 
 TASKS = {"gsm8k": gsm8k, "gsm8k_trace": gsm8k_trace, "humaneval": humaneval, "humaneval_trace": humaneval_trace}

@@ -53,14 +53,13 @@ def _key_value_document(
     if len(asked) > len(values):
         raise ValueError(f"kv_retrieval:{questions} asks for more keys than the {len(values)} of an object")
 
+    texts = tuple(Question(KEY_VALUE_QUESTION.format(key=one), (values[one],), KEY_VALUE_ANSWER) for one in asked)
+
     def make(size: int) -> Document:
         """Makes an object with `size` - 1 pairs that no question asks for, in the published order."""
         kept = {*asked, *order[: size - 1]}
         lines = ",\n ".join(f'"{name}": "{value}"' for name, value in values.items() if name in kept)
-        return Document(
-            KEY_VALUE_CONTEXT.format(records=lines),
-            tuple(Question(KEY_VALUE_QUESTION.format(key=one), (values[one],), KEY_VALUE_ANSWER) for one in asked),
-        )
+        return Document(KEY_VALUE_CONTEXT.format(records=lines), texts)
 
     return longest_that_fits(make, request, KEY_VALUE_ANSWER_TOKENS, len(order) + 1)
 
@@ -95,15 +94,12 @@ def babi(argument: str, request: Request) -> Task:
         raise ValueError(f"babi:{number} is not a task; pass babi:1 to babi:5")
     [path] = data_files.find(request.data_dir, "babi").glob(f"qa{number}_*_test.txt")
     stories = request.select(read_stories(path.read_text(encoding="utf-8")))
-    books = [
-        haystacks.sentences(" ".join(text.split())) for _, text in data_files.read_directory(request.data_dir, "books")
-    ]
-    documents = [
-        dataclasses.replace(
-            _hide_story(story, books, np.random.default_rng([request.seed, index]), request), name=str(index)
-        )
-        for index, story in enumerate(stories)
-    ]
+    texts = [" ".join(text.split()) for _, text in data_files.read_directory(request.data_dir, "books")]
+    books = [haystacks.sentences(text) for text in texts]
+    documents = []
+    for index, story in enumerate(stories):
+        document = _hide_story(story, books, np.random.default_rng([request.seed, index]), request)
+        documents.append(dataclasses.replace(document, name=str(index)))
     score = functools.partial(only_label, BABI_LABELS[number])
     return Task(tuple(documents), score=score, answer_tokens=BABI_ANSWER_TOKENS)
 

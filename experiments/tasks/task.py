@@ -71,6 +71,13 @@ class Task:
     stop: str | None = None
     name: str = ""
 
+    def score_answer(self, answer: str, question: Question) -> tuple[float, str]:
+        """Returns the score of a generated answer, and the answer up to `stop`."""
+        assert self.score is not None
+        if self.stop is not None:
+            answer = answer.strip().partition(self.stop)[0]
+        return float(self.score(answer, question)), answer
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:

@@ -112,7 +112,7 @@ def test_calibrations_are_read_by_the_policies(tiny_model, tmp_path):
     assert np.all(np.diff(values, axis=-1) <= 0)
 
 
-def test_singular_vectors_equal_numpys():
+def test_singular_vectors_equal_numpys_and_outliers_are_the_largest():
     queries = np.random.default_rng(0).normal(size=(50, 4))
     skew, values = calibrate.skew_of((queries.T @ queries)[None, None])
     _, expected, vectors = np.linalg.svd(queries)

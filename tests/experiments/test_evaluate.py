@@ -20,7 +20,6 @@ from experiments.common.rows import RowFile, read_rows
 from experiments.common.units import encode, make_units
 from experiments.tasks.task import Document, Question, Task
 from kvjax_models.model.llama import Llama
-from kvjax_models.profile import FRACTIONS, Profile
 from tests.experiments.support import request
 from tests.kvjax.support import each
 from tests.models import tiny
@@ -73,33 +72,7 @@ def full_prompt(llm, document, question, chat=True):
     return context + after[document.questions.index(question)]
 
 
-def full_answers(llm, task):
-    """Returns the answers with a full cache to every entire prompt."""
-    prompts = [
-        full_prompt(llm, document, question, task.chat)
-        for document in task.documents
-        for question in document.questions
-    ]
-    rows = []
-    for prompt in prompts:
-        tokens, _ = generate(llm.model, kvjax.Exact(), [prompt], max_new_tokens=8, eos=llm.tokenizer.eos_ids)
-        rows.append(llm.tokenizer.decode(tokens[0]))
-    return rows
-
-
-@pytest.mark.parametrize("questions, batch", each([(1, 2), (2, 2), (2, 1), (3, 2), (2, 8)], quick=[(3, 2)]))
-def test_answers_of_the_full_cache_equal_direct_generation(llm, questions, batch, tmp_path):
-    task = make_task(questions=questions)
-    expected = full_answers(llm, task)
-    for seen in (False, True):
-        rows = run(llm, task, [EXACT], tmp_path / f"{seen}.jsonl", seen, batch=batch)
-        assert [row.answer for row in rows] == expected
-        assert [(row.document, row.item) for row in rows] == [(f"d{d}", q) for d in range(3) for q in range(questions)]
-        assert {row.question for row in rows} == {"seen" if seen else "unseen"}
-        assert all(row.score == len(row.answer) % 2 for row in rows)
-
-
-def test_a_chat_model_gets_its_template(tmp_path):
+def test_a_chat_model_gets_its_template():
     llm = tiny.make_llm(tiny.TEMPLATE)
     document = Document("The text.", (Question(" Who?", (), " It is"),))
     for chat, expected in (
@@ -108,8 +81,6 @@ def test_a_chat_model_gets_its_template(tmp_path):
     ):
         context, [question] = encode(llm.tokenizer, document, chat)
         assert [llm.tokenizer.decode(context), llm.tokenizer.decode(question)] == expected
-    expected = full_answers(llm, make_task())
-    assert [row.answer for row in run(llm, make_task(), [EXACT], tmp_path / "r.jsonl")] == expected
 
 
 def test_answers_and_choices_are_parts_of_the_entire_text(tmp_path):
@@ -130,7 +101,8 @@ def test_answers_and_choices_are_parts_of_the_entire_text(tmp_path):
 
 def test_settings_share_a_prefill_and_sizes_are_relative_to_bfloat16(llm, tmp_path):
     rows = run(llm, make_task(), [EXACT, SNAPKV, Setting("exact", kv_dtype="int8")], tmp_path / "rows.jsonl")
-    alone = run(llm, make_task(), [SNAPKV], tmp_path / "alone.jsonl", group=1)
+    # Alone, and one of two questions at a time.
+    alone = run(llm, make_task(), [SNAPKV], tmp_path / "alone.jsonl", group=1, batch=1)
     together = [row for row in rows if row.policy == SNAPKV.policy]
     assert [row.answer for row in together] == [row.answer for row in alone]
     by_setting = {row.setting: row for row in rows}
@@ -171,10 +143,8 @@ def test_rows_equal_the_public_interface(kv_dtype, tmp_path):
     llm = narrow_llm(tiny.TEMPLATE)
     settings = [dataclasses.replace(one, kv_dtype=kv_dtype) for one in (EXACT, SNAPKV, CHELSEA)]
     task = make_task(questions=3, documents=2)
-    rows = {
-        False: run(llm, task, settings, tmp_path / "unseen"),
-        True: run(llm, task, settings, tmp_path / "seen", True),
-    }
+    rows = {seen: run(llm, task, settings, tmp_path / f"{seen}", seen) for seen in (False, True)}
+    assert all(row.question == ("seen" if seen else "unseen") for seen in rows for row in rows[seen])
     for setting in settings:
         cache = llm.cache(setting.policy, setting.budget, kv_dtype=kv_dtype)
         for number, one in enumerate(task.documents):
@@ -188,7 +158,8 @@ def test_rows_equal_the_public_interface(kv_dtype, tmp_path):
             ]  # fmt: skip
             for seen, answers in ((False, asked), (True, told)):
                 of_document = [row for row in rows[seen] if (row.setting, row.document) == (str(setting), one.name)]
-                assert [row.answer for row in of_document] == answers
+                assert [(row.item, row.answer) for row in of_document] == list(enumerate(answers))
+                assert all(row.score == len(row.answer) % 2 for row in of_document)
             [row, *_] = [row for row in rows[False] if (row.setting, row.document) == (str(setting), one.name)]
             assert row.device_bytes == document.cache_bytes
             assert row.cache_fraction == pytest.approx(document.cache_bytes / document.full_cache_bytes)
@@ -271,61 +242,31 @@ def test_traces_agree_with_the_full_cache_itself(llm, tmp_path):
     full, snapkv = by_policy["exact"], by_policy[SNAPKV.policy]
     assert full.score == 1 and full.kl == pytest.approx(0, abs=1e-6)
     assert 0 <= snapkv.score <= 1 and snapkv.kl > 1e-4 and snapkv.answer == full.answer
-    document = task.documents[0]
-    prompt = full_prompt(llm, document, document.questions[0], True)
+    prompt = full_prompt(llm, task.documents[0], task.documents[0].questions[0])
     tokens, _ = generate(llm.model, kvjax.Exact(), [prompt], max_new_tokens=40, eos=llm.tokenizer.eos_ids)
     assert llm.tokenizer.decode(tokens[0]) == full.answer
 
 
-def test_units_are_documents_or_entire_prompts(llm):
-    task = make_task()
-    units = make_units(task, llm.tokenizer, False, 1000)
-    assert [unit.document for unit in units] == ["d0", "d1", "d2"] and [len(unit.items) for unit in units] == [2] * 3
-    prompts = make_units(task, llm.tokenizer, True, 1000)
-    assert [(unit.document, unit.items[0].number) for unit in prompts] == [
-        (f"d{d}", q) for d in range(3) for q in (0, 1)
-    ]
-    assert prompts[3].text == units[1].text + units[1].items[1].tokens and not prompts[3].items[0].tokens
-
-
-def test_policies_and_budgets_are_combined():
-    settings = caches.parse_settings(("exact", "snapkv", "uniform@64 slots"), ("25%", "50%"), ("none", "int8,int4"))
-    assert list(map(str, settings)) == [
-        "exact", "exact, int8,int4", "snapkv @ 25%", "snapkv @ 25%, int8,int4", "snapkv @ 50%",
-        "snapkv @ 50%, int8,int4", "uniform @ 64", "uniform @ 64, int8,int4",
-    ]  # fmt: skip
+def test_policies_budgets_and_formats_are_combined():
+    settings = caches.parse_settings(
+        ("exact", "snapkv", "uniform@64slots"), ("25%", "410 slots"), ("none", "int8,int4")
+    )
+    assert list(map(str, settings[::2])) == ["exact", "snapkv @ 25%", "snapkv @ 410", "uniform @ 64"]
+    assert list(map(str, settings[1::2])) == [f"{one}, int8,int4" for one in settings[::2]]
     assert settings[-1].formats == ("int8", "int4") and settings[0].formats is None
-
-
-def test_budgets_need_a_unit_and_rows_have_slots_without_one():
-    [uniform, snapkv] = caches.parse_settings(("uniform@64slots", "snapkv"), ("410 slots",))
-    assert (uniform.budget, uniform.label, str(uniform)) == ("64 slots", "64", "uniform @ 64")
-    assert (snapkv.budget, snapkv.label, str(snapkv)) == ("410 slots", "410", "snapkv @ 410")
+    assert (settings[-1].budget, settings[-1].label) == ("64 slots", "64")  # rows have slots without a unit
     for policies, budgets in ((("uniform@64",), ("25%",)), (("snapkv",), ("410",))):
         with pytest.raises(ValueError, match="has no unit; pass"):
             caches.parse_settings(policies, budgets)
 
 
-def test_heads_of_a_profile_have_the_format_of_the_budget(llm, monkeypatch):
-    needs = np.tile(np.linspace(0.1, 0.9, 4).reshape(2, 2), (len(FRACTIONS), 1, 1))
-    profile = Profile(needs, np.zeros(0), None, *(np.zeros(0),) * 3)
-    monkeypatch.setattr("kvjax_models.profile.find_or_measure", lambda *_, **__: profile)
-    for budget, kv_dtype in (("60%", "int8"), ("30%", "int4")):
-        chosen, named = (Setting("snapkv:heads=auto", budget, one).cache(llm) for one in (None, kv_dtype))
-        pairs = [cache.document_generator(900, 64) for cache in (chosen, named)]
-        assert pairs[0].kv_dtype == kv_dtype and pairs[0].policies == pairs[1].policies
-        assert caches.fractions(pairs[0], 900) == caches.fractions(pairs[1], 900)
-
-
-def test_two_runs_cannot_write_to_one_file(tmp_path):
-    with RowFile(tmp_path / "rows.jsonl"), pytest.raises(ValueError, match="another process writes to"):
-        RowFile(tmp_path / "rows.jsonl")
-
-
-def test_invalid_rows_are_refused(tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"model": "m"}\n')
+def test_invalid_rows_and_a_second_writer_are_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with RowFile(path), pytest.raises(ValueError, match="another process writes to"):
+        RowFile(path)
+    path.write_text('{"model": "m"}\n')
     with pytest.raises(ValueError, match=r"rows.jsonl, line 1 is not a row"):
-        read_rows([tmp_path / "rows.jsonl"])
+        read_rows([path])
 
 
 def test_the_command_runs_several_tasks(monkeypatch, tmp_path):

@@ -40,12 +40,9 @@ def stub(tmp_path, monkeypatch):
 
 def test_presses_have_rows_like_policies(stub, tmp_path):
     options = {"model": str(tiny.directory()), "task": ("niah_single_1",), "tokens": 1100, "documents": 2}
-    options |= {
-        "question": ("unseen", "seen"),
-        "press": ("KVzip", "SnapKV", "Knorm"),
-        "budget": ("70%", "70% of the prompt", "5%"),
-    }
-    options |= {"kvpress_python": str(stub), "output": tmp_path / "peers.jsonl"}
+    options |= {"question": ("unseen", "seen"), "press": ("KVzip", "SnapKV", "Knorm")}
+    options |= {"budget": ("70%", "70% of the prompt", "5%"), "kvpress_python": str(stub)}
+    options["output"] = tmp_path / "peers.jsonl"
     peers.main(peers.Options(**options))
     rows = read_rows([tmp_path / "peers.jsonl"])
     assert len(rows) == 3 * 3 * 2 * 2
@@ -73,12 +70,12 @@ def test_budgets_are_percentages_of_all_tokens_or_of_the_prompt():
 
 def test_a_process_that_ended_is_an_error(tmp_path):
     with pytest.raises(RuntimeError, match="/bin/false .* ended; its Python must have torch and kvpress"):
-        presses.Presses("/bin/false", tmp_path, "float32").answer("KVzip", 10, [1, 2], [[3]], 4)
+        presses.Presses("/bin/false", tmp_path, "float32").answer(press="KVzip")
 
 
 def test_every_press_is_compared_or_left_out_with_a_reason():
     kvpress = pytest.importorskip("kvpress")
-    compared = {type(press.make(kvpress, 0.5)).__name__ for press in presses.PRESSES.values()}
+    compared = {type(presses.make_press(kvpress, press, 0.5)).__name__ for press in presses.PRESSES}
     left_out = {name for names in presses.LEFT_OUT.values() for name in names}
     assert compared.isdisjoint(left_out)
     assert {name for name in vars(kvpress) if name.endswith("Press")} <= compared | left_out
@@ -102,9 +99,9 @@ def test_answers_equal_the_pipeline_of_kvpress(tmp_path):
     for name in ("SnapKV", "KVzip"):
         for context in (document.context for document in documents):
             text = tokenizer.encode(context)
-            press = presses.PRESSES[name].make(kvpress, 1 - (200 + 0.5) / len(text))
+            press = presses.make_press(kvpress, name, 1 - (200 + 0.5) / len(text))
             expected = pipeline(context, questions=questions, press=press, max_new_tokens=24)["answers"]
-            reply = process.answer(name, 200, text, encoded, 24)
+            reply = process.answer(press=name, kept=200, text=text, questions=encoded, answer_tokens=24)
             assert reply["answers"] == expected
             np.testing.assert_allclose(reply["kept"], 200, atol=1)  # KVzip masks a share of all layers together
             assert reply["held"] == (200 if name == "SnapKV" else len(text))
@@ -122,11 +119,11 @@ def test_a_gguf_file_becomes_a_directory_for_transformers(family, tmp_path):
     assert load_tokenizer(tmp_path).encode("Who?") == tokenizer.encode("Who?")
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_transformers_decodes_with_its_caches(cache):
+def test_transformers_decodes_with_its_caches():
     torch, _ = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    writer = TransformersWriter(tiny.make_config(), "float32", context=20, tokens=3, cache=cache)
-    keys = writer.cache.layers[0].keys
-    assert len(writer()) == len(writer()) == 1
-    assert writer.cache.get_seq_length() == 26
-    torch.testing.assert_close(writer.cache.layers[0].keys[:, :, :20], keys[:, :, :20])
+    for cache in ("dynamic", "static"):
+        writer = TransformersWriter(tiny.make_config(), "float32", context=20, tokens=3, cache=cache)
+        keys = writer.cache.layers[0].keys
+        assert len(writer()) == len(writer()) == 1
+        assert writer.cache.get_seq_length() == 26
+        torch.testing.assert_close(writer.cache.layers[0].keys[:, :, :20], keys[:, :, :20])

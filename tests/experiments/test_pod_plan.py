@@ -11,31 +11,18 @@ from tests.experiments.support import command, figures
 from tests.experiments.test_compile import needs_compiler
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 2**22,
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512, "hidden_size": 256,
+    "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 128, "max_position_embeddings": 2**22,
+}  # fmt: skip
 
 
 def planned(directory, *arguments, **changes):
     """Returns the figures of plans for four chips by setting and metric."""
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(CONFIG | changes))
-    options = [
-        f"--shape={directory}",
-        "--topology=v5e:2x2",
-        "--budget=4096 slots",
-        f"--output_dir={directory}",
-        *arguments,
-    ]
-    done = command("experiments.pod_plan", *options)
+    sizes = f"--shape={directory}", "--topology=v5e:2x2", "--budget=4096 slots"
+    done = command("experiments.pod_plan", *sizes, f"--output_dir={directory}", *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     return {(one["setting"], one["metric"]): one for one in figures(directory / "pod_plan.json")}
 

@@ -1,13 +1,11 @@
 """Tables and pictures of README and of the results' pages."""
 
 import dataclasses
-import json
 
 import pytest
 
 from experiments import render
-from experiments.common import output, pictures
-from experiments.common.rows import read_rows
+from experiments.common import pictures
 from experiments.common.statistics import Estimate
 from tests.experiments.support import row, rows_of
 
@@ -24,25 +22,10 @@ def test_pages_are_current(path, results):
 
 
 def test_intervals_and_pictures_are_current(results):
+    assert all(row.error is None for row in results.rows)
     assert (render.RESULTS / "intervals.csv").read_text() == render.intervals(results.rows)
     names = {f"matrix_{model}_{question}.png" for model, question in render.matrices(results.cells)}
     assert names == {path.name for path in render.IMAGES.glob("matrix_*.png")}
-
-
-@pytest.mark.parametrize(
-    ("text", "policy"),
-    [
-        ("chelsea", ("Chelsea", False)),
-        ("chelsea:heads=auto", ("Chelsea", True)),
-        ("chelsea:compact_every=16", ("Chelsea", False)),
-        ("chelsea:first=0.25,decay=0", None),
-        ("subgen:light_values=0,self_normalization=0.0", ("SubGen", False)),
-        ("auto of version 0.3", None),
-        ("kvpress KVzip", ("kvpress KVzip", False)),
-    ],
-)
-def test_names_of_policies(text, policy):
-    assert render.policy_of(text) == policy
 
 
 def sized(fraction, **options):
@@ -79,73 +62,32 @@ def test_cells_have_comparable_budgets(cells):
     assert "| auto | m, facts | 25.0% | 0.50 |" in table and "| kvpress KVzip | m, facts | 25.0% | 0.75 |" in table
 
 
-def test_cells_of_models_with_few_heads_have_4_bits(monkeypatch):
-    """The full cache is never a quantized one, and of other models the setting with most documents counts."""
-    rows = [
-        *rows_of("exact", "facts", [1.0] * 4, **sized(1.0)),
-        *rows_of("exact", "facts", [0.5] * 6, **sized(0.3, kv_dtype="int4")),
-        *rows_of("chelsea:heads=auto", "facts", [0.25] * 6, **sized(0.25, kv_dtype="int8")),
-        *rows_of("chelsea:heads=auto", "facts", [0.75] * 4, **sized(0.25, kv_dtype="int4")),
-    ]
-    for few_heads, expected in (((), 0.25), (("m",), 0.75)):
-        monkeypatch.setattr(render, "FEW_HEADS", few_heads)
-        found = {cell.policy: cell.value for cell in render.make_cells(rows)}
-        assert found == {"full cache": 1.0, "Chelsea": expected}
-
-
-def test_the_matrix_has_a_cell_per_score(cells):
+def test_pictures_have_a_cell_and_a_label_per_score(cells):
     figure = pictures.matrix(render.matrices(cells)["m", "unseen"], "m")
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert len(figure.axes[0].patches) == 6  # the full cache above both budgets
     assert texts.count("0.50") == 1 and texts.count("6") == 6
     labels = [text.get_text() for text in figure.axes[0].get_yticklabels()]
     assert labels == ["full cache", "auto", "Chelsea, with profile", "Chelsea"]
-
-
-def test_what_is_retained(cells):
+    texts = [text.get_text() for text in pictures.score_by_bytes(cells, ["Chelsea"]).axes[0].texts]
+    assert {"full cache", "auto", "kvpress KVzip", "Chelsea 0.00", "Chelsea 1.00"} <= set(texts)
+    assert any("profile" in text for text in texts) and any("published" in text for text in texts)
     full, half = (next(cell for cell in cells if cell.policy == name) for name in ("full cache", "auto"))
     assert pictures.retained(half, full) == 0.5
     loss = half.line._replace(mean=Estimate(1.15))
     assert pictures.retained(half._replace(metric="nll", line=loss), full) == pytest.approx(0.5)
 
 
-def test_the_picture_has_labels_beside_its_points(cells):
-    texts = [text.get_text() for text in pictures.score_by_bytes(cells, ["Chelsea"]).axes[0].texts]
-    assert {"full cache", "auto", "kvpress KVzip", "Chelsea 0.00", "Chelsea 1.00"} <= set(texts)
-    assert any("profile" in text for text in texts) and any("published" in text for text in texts)
-
-
-@pytest.fixture
-def few_bits():
-    """Rows of six texts: `auto` at 25% is right where 4 bits are, and in three texts where 2 bits are wrong."""
-    return [
+def test_the_picture_by_length_has_a_panel_per_length():
+    few_bits = [
         *rows_of("exact", "facts", [1.0] * 6, **sized(1.0)),
         *rows_of("exact", "facts", [1.0] * 6, **sized(0.27, kv_dtype="int4")),
         *rows_of("exact", "facts", [0.0] * 3 + [1.0] * 3, **sized(0.14, kv_dtype="int2")),
         *rows_of("auto", "facts", [1.0] * 6, **sized(0.25)),
-        *rows_of("auto", "facts", [0.5] * 4, **sized(0.125, budget="12.5%")),  # fewer texts: the pairs count
+        *rows_of("auto", "facts", [0.5] * 4, **sized(0.125, budget="12.5%")),
         *rows_of("auto", "facts", [0.0] * 6, **sized(0.25, question="seen", tail_fraction=None)),
         *rows_of("exact", "other", [1.0] * 6, **sized(1.0)),  # without few bits
     ]
-
-
-def test_auto_is_compared_with_few_bits_by_pairs(few_bits):
-    header, _, four, two = render.few_bits_table("facts,other", render.Results(few_bits, [])).splitlines()
-    assert header.count("minus it") == len(render.AUTO_BUDGETS)
-    assert four.startswith("| m, `facts`, 100 | 4 bits | 27.0% | 1.00 | +0.00 [+0.00, +0.00] | -0.50 ")
-    assert two.startswith("| m, `facts`, 100 | 2 bits | 14.0% | 0.50 | - | +0.25 ")  # at 25%, `auto` has more bytes
-    assert four.endswith("| - | - | 6 |")
-
-
-def test_the_sentence_about_few_bits(few_bits, monkeypatch):
-    """Six texts and 4 bits, four texts and 2 bits; of another length, 2 bits are right everywhere."""
-    monkeypatch.setattr(render, "SUMMARY_PAIRS", (("25%", "int4"), ("12.5%", "int2")))
-    longer = [dataclasses.replace(one, tokens=200, score=1.0) for one in few_bits if one.budget != "25%"]
-    text = " ".join(render.few_bits_summary("", render.Results([*few_bits, *longer], [])).split())
-    assert text.endswith("25% minus 4 bits +0.00 (0 of 1), 12.5% minus 2 bits +0.00 to +0.25 (0 of 2).")
-
-
-def test_the_picture_by_length_has_a_panel_per_length(few_bits):
     longer = [dataclasses.replace(one, tokens=200) for one in few_bits if one.policy != "auto"]
     cases = render.few_bits_cases([*few_bits, *longer])
     curves = {tokens: render.few_bits_curves(rows) for (_, _, tokens, _), rows in cases.items()}
@@ -158,31 +100,6 @@ def test_the_picture_by_length_has_a_panel_per_length(few_bits):
     assert [axes.get_title() for axes in figure.axes] == ["100 tokens, 4 to 6 texts", "200 tokens, 6 texts"]
 
 
-def test_all_settings_of_a_length(few_bits):
-    header, _, *lines = render.lengths_table("m, 100", render.Results(few_bits, [])).splitlines()
-    assert header == "|  | held | `facts` (6) | `other` (6) |"
-    assert lines[0] == "| exact | 100.0% | 1.00 | 1.00 |" and lines[-1].startswith(
-        "| auto @ 12.5% | 12.5% | 0.50 (-0.50"
-    )
-    assert len(lines) == 5 and all(line.endswith("| - |") for line in lines[1:])
-
-
-def test_blocks_of_figures(tmp_path, monkeypatch):
-    monkeypatch.setattr(render, "RESULTS", tmp_path)
-    figures = [output.figure("b", 2.0, setting="x"), output.figure("a", Estimate(1.0, 0.5, 1.5), setting="x")]
-    (tmp_path / "f.json").write_text(json.dumps([*figures, output.figure("c", 3.0, setting="x")]))
-    page = render.render("<!-- render: figures a,b of f.json -->\nold\n<!-- end -->", render.Results([], []))
-    assert "|  | a | b |\n" in page and "| x | 1 | 2 |\n" in page and "old" not in page
+def test_unknown_blocks_are_refused():
     with pytest.raises(KeyError):
         render.render("<!-- render: unknown -->\n<!-- end -->", render.Results([], []))
-
-
-def test_the_file_of_intervals():
-    lines = render.intervals([*rows_of("exact", "a", [1.0, 0.0]), *rows_of("auto", "a", [1.0, 1.0])]).splitlines()
-    assert lines[1].startswith("m,a,100,unseen,float32,score,auto @ 25%,0.2500,,0.0000,1.0000,1.0000,1.0000,0.5000,")
-    assert len(lines) == 3 and len({line.count(",") for line in lines}) == 1
-
-
-def test_rows_of_the_checkout_are_complete():
-    rows = read_rows(sorted(render.RESULTS.glob("*.jsonl.gz")))
-    assert rows and all(row.error is None for row in rows)

@@ -1,6 +1,7 @@
 """Latency, throughput, and the steps of a run on a device."""
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -34,8 +35,7 @@ def measure(tmp_path, monkeypatch):
 
 def test_latency_is_relative_to_the_full_cache(measure, tmp_path):
     policies = ("snapkv:window_size=16,compact_every=8", "clusterkv:compact_every=8", "kvzip:compact_every=8")
-    found = measure("latency", policy=policies, budget=("70%",), context_tokens=(300,), tokens=2, prefill_chunk=64)
-    assert {metric for _, metric in found} >= {"memory_bandwidth_gb_s", "matmul_gflops", "ms_per_token_of_weights"}
+    found = measure("latency", policy=policies, budget=("70%",), context_tokens=(200,), tokens=2, prefill_chunk=64)
     snapkv, clusterkv, kvzip = settings = [f"{policy} @ 70%" for policy in policies]
     for setting in settings:
         for metric in ("ms_per_token", "ms_per_token_ratio", "compress_share_of_prefill", "time_to_first_token_ratio"):
@@ -43,21 +43,13 @@ def test_latency_is_relative_to_the_full_cache(measure, tmp_path):
             assert 0 < one["low"] <= one["value"] <= one["high"]
         assert found[setting, "compress_seconds"]["value"] > 0
     # Retrieval keeps everything and reads a part; the other policies hold their budget.
-    assert (
-        found[snapkv, "ms_per_token"]["cache_fraction"] <= 0.7 < 1 < found[clusterkv, "ms_per_token"]["cache_fraction"]
-    )
-    assert ("exact", "selection_share_of_step") not in found
-    assert found[clusterkv, "selection_share_of_step"]["value"] > 0
-    assert found["exact", "ms_per_token_ratio"]["value"] == found["exact", "decode_memory_ratio"]["value"] == 1
-    assert found["exact", "end_to_end_ratio"]["value"] == 1 and found[kvzip, "end_to_end_ratio"]["value"] > 0
+    held = {setting: found[setting, "ms_per_token"]["cache_fraction"] for setting in settings}
+    assert held[snapkv] <= 0.7 < 1 < held[clusterkv]
+    for metric in ("ms_per_token_ratio", "decode_memory_ratio", "end_to_end_ratio"):
+        assert found["exact", metric]["value"] == 1 and found[kvzip, metric]["value"] > 0
     limits, *rows = device.read_rows(tmp_path / "results.jsonl")
     assert limits["memory_bandwidth_gb_s"] == 10 and [row["setting"] for row in rows] == ["exact", *settings]
     assert all(row["rows"] == 1 and row["launches_per_layer"] > 0 for row in rows)
-
-
-def test_too_few_repetitions_have_no_interval():
-    with pytest.raises(ValueError, match="repetitions=5 must be at least 6"):
-        speed.Options(repetitions=5)
 
 
 def test_copies_of_one_sequence_decode_together_and_a_failure_ends_no_other_setting(measure, tmp_path, monkeypatch):
@@ -96,7 +88,6 @@ def test_no_token_ends_a_timed_text(monkeypatch):
     "name, policies, metric",
     [
         ("prefill", ("kvgrad", "kvzip:plus=True", "kvzap"), "prefill_seconds"),  # with all passes of a policy
-        ("answer", ("streaming_llm",), "seconds"),
         ("questions", ("streaming_llm",), "seconds"),
     ],
 )
@@ -110,11 +101,6 @@ def test_seconds_are_relative_to_the_full_cache(measure, name, policies, metric)
         full, held = (found[one, "document_bytes"]["value"] for one in ("exact", setting))
         assert 0 < held < full
         assert found["exact", "rows_in_2_gib"]["value"] == (2**31 - full) // found["exact", "row_bytes"]["value"]
-
-
-def test_first_answers_need_a_model_that_processes_can_load(measure):
-    with pytest.raises(ValueError, match="pass --model"):
-        measure("first_answer")
 
 
 @pytest.mark.heavy
@@ -138,11 +124,22 @@ def test_every_policy_uses_the_memory_of_the_full_cache(measure, capsys):
 
 
 def test_shapes_are_found_by_name_and_directory():
-    assert shapes.find_shape("llama-3.1-70b").layers == 80
+    assert shapes.first_layers(shapes.find_shape("llama-3.1-70b"), 4).layers == 4
     assert shapes.find_shape(str(tiny.directory())).kv_heads == 2
-    assert shapes.first_layers(shapes.find_shape("llama-3.1-8b"), 4).layers == 4
-    with pytest.raises(ValueError, match="--shape=x is neither a directory with a config.json nor one of small"):
-        shapes.find_shape("x")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: speed.Options(repetitions=5), "repetitions=5 must be at least 6"),
+        (lambda: speed.main(speed.Options(measure=("first_answer",), shape="small", layers=1)), "pass --model"),
+        (lambda: shapes.find_shape("x"), "--shape=x is neither a directory with a config.json nor one of small"),
+        (lambda: device.main(device.Options(step=("x",))), "--step=x is not one of tests, kernels, decode_128k"),
+    ],
+)
+def test_invalid_options_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def python(tmp_path, text, name="step", seconds=60.0):
@@ -153,7 +150,8 @@ def python(tmp_path, text, name="step", seconds=60.0):
 
 def test_failures_of_steps_stop_no_other_step(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "MIN_SECONDS", 0.0)
-    row = "import json, sys; open(sys.argv[2], 'a').write(json.dumps({'measure': 'test', 'test': 'a|b'}) + '\\n')"
+    written = json.dumps({"measure": "throughput", "setting": "a|b"})
+    row = f"import sys; open(sys.argv[2], 'a').write({written!r} + chr(10))"
     requested = [
         python(tmp_path, row, "first"),
         python(tmp_path, "raise SystemExit(3)", "fails"),
@@ -162,7 +160,7 @@ def test_failures_of_steps_stop_no_other_step(tmp_path, monkeypatch):
     ]
     device.run_steps(requested, tmp_path / "run", seconds=60)
     rows = device.read_rows(tmp_path / "run" / "results.jsonl")
-    assert [one["measure"] for one in rows] == ["test", "step", "step", "step", "test", "step"]
+    assert [one["measure"] for one in rows] == ["throughput", "step", "step", "step", "throughput", "step"]
     problems = {one["step"]: one["problem"] for one in rows if one["measure"] == "step"}
     assert problems == {"first": None, "fails": "exit code 3; see log.txt", "slow": "stopped after 1 s", "last": None}
     summary = (tmp_path / "run" / "summary.md").read_text()
@@ -170,8 +168,6 @@ def test_failures_of_steps_stop_no_other_step(tmp_path, monkeypatch):
     device.run_steps(requested[:1], tmp_path / "other", seconds=-1)
     (skipped,) = device.read_rows(tmp_path / "other" / "results.jsonl")
     assert skipped["problem"] == "no time left"
-    with pytest.raises(ValueError, match="--step=x is not one of tests, kernels, decode_128k"):
-        device.main(device.Options(step=("x",)))
 
 
 def test_sigterm_ends_the_running_step(tmp_path):
@@ -200,8 +196,6 @@ def test_the_plan_has_the_flags_of_its_modules():
             if step.module == "experiments.speed":
                 options = flags.parse(speed.Options, step.flags)
                 assert options.settings[0].policy == "exact" and len(options.context_tokens) == 1
-    names = [step.name for step in device.steps()]
-    assert len(set(names)) == len(names)
 
 
 @pytest.mark.heavy

@@ -17,22 +17,23 @@ def drawn():
 
 
 @pytest.mark.parametrize("name", streams.SYNTHETIC)
-def test_shapes_and_norms(drawn, name):
-    scaled = drawn[name].scaled(4.0)
-    assert scaled.keys.shape == scaled.values.shape == (1, TOKENS, 1, DIM)
-    assert scaled.queries.shape == (1, QUERIES, 1, DIM)
-    for part, norm in ((scaled.keys, 4), (scaled.values, 0.8), (scaled.queries, 4)):
-        assert part.dtype == np.float32
-        np.testing.assert_allclose(np.linalg.norm(part, axis=-1), norm, rtol=1e-5)
-    np.testing.assert_allclose(np.linalg.norm(drawn[name].scaled(4.0, 3.0).values, axis=-1), 3, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", streams.SYNTHETIC)
-def test_a_row_depends_only_on_its_seed(drawn, name):
-    many = streams.synthetic(name, [1, 3], TOKENS, QUERIES, DIM)
-    for own, among in zip(_parts(drawn[name]), _parts(many), strict=True):
-        np.testing.assert_array_equal(own[0], among[1])
+def test_rows_have_their_norm_and_depend_only_on_their_seed(drawn, name):
+    for scaled, norms in ((drawn[name].scaled(4.0), (4, 0.8, 4)), (drawn[name].scaled(4.0, 3.0), (4, 3, 4))):
+        for part, count, norm in zip(_parts(scaled), (TOKENS, TOKENS, QUERIES), norms, strict=True):
+            assert part.dtype == np.float32 and part.shape == (1, count, 1, DIM)
+            np.testing.assert_allclose(np.linalg.norm(part, axis=-1), norm, rtol=1e-5)
+    many = streams.synthetic(name, [1, 3], TOKENS, QUERIES, DIM, prompt_queries=True)
+    for alone, among in zip(_parts(drawn[name]), _parts(many), strict=True):
+        np.testing.assert_array_equal(alone[0], among[1])
         assert not np.array_equal(among[0], among[1])
+    assert many.scaled(4.0).prompt_queries.shape == (2, TOKENS, 1, DIM)
+    # Queries of the prompt differ from later ones and are in the same clusters.
+    nearest = lambda queries, others: (queries[:, 0] @ others[:, 0].T).max(axis=1)  # noqa: E731
+    for row in range(2):
+        asked, prompt = many.queries[row], many.prompt_queries[row]
+        assert nearest(asked, prompt).max() < 1 - 1e-5
+        if name != "iid":
+            assert nearest(asked, prompt).mean() > nearest(asked, many.prompt_queries[1 - row]).mean() + 0.2
 
 
 def test_unknown_streams_are_refused():
@@ -62,8 +63,6 @@ def test_tight_has_64_clusters_of_small_spread(drawn):
     # Values of one cluster: (w + .3 g) / norm, so cosine 1 / 1.09.
     values = drawn["tight"].values[0, :, 0]
     assert np.mean((values @ values.T)[within & ~np.eye(TOKENS, dtype=bool)]) == pytest.approx(1 / 1.09, abs=5e-3)
-    # Every query belongs to one of the clusters.
-    assert np.all((drawn["tight"].queries[0, :, 0] @ keys.T > 0.9).any(1))
 
 
 def test_drift_walk_has_the_law_of_its_steps():
@@ -92,42 +91,6 @@ def test_low_rank_has_eight_directions(drawn):
     keys, values = _keys(drawn["low_rank"]), drawn["low_rank"].values[0, :, 0]
     left = values - keys @ np.linalg.lstsq(keys, values, rcond=None)[0]
     assert np.sum(left**2) / np.sum(values**2) < 0.3
-
-
-def test_index_holds_half_of_the_pairs_of_its_groups(drawn):
-    keys, values = _keys(drawn["index"]), drawn["index"].values[0, :, 0]
-    signs, group = np.unique(np.sign(keys), axis=0, return_inverse=True)
-    assert len(signs) == 2 * TOKENS // DIM
-    np.testing.assert_allclose(np.abs(keys), 1 / np.sqrt(DIM), rtol=1e-5)
-    coordinate = np.argmax(values, axis=1)
-    np.testing.assert_array_equal(values, np.eye(DIM)[coordinate])
-    assert len(set(zip(group, coordinate, strict=True))) == TOKENS  # no pair comes twice
-    # The sizes of groups are hypergeometric: mean D/2, variance about D/4.
-    assert np.abs(np.bincount(group) - DIM / 2).max() < 5 * np.sqrt(DIM / 4)
-    # At norm 15 the output of a query identifies the pairs of its group.
-    attended = streams.exact_attention(drawn["index"].scaled(15.0, 1.0))[0, :, 0]
-    asked = np.argmax(drawn["index"].queries[0, :, 0] @ signs.T, axis=1)
-    for output, number in zip(attended, asked, strict=True):
-        kept = np.isin(np.arange(DIM), coordinate[group == number])
-        assert output[kept].min() > 2 * output[~kept].max()
-
-
-@pytest.mark.parametrize("name", streams.SYNTHETIC)
-def test_prompt_queries_have_the_distribution_of_queries(name):
-    plain = streams.synthetic(name, [3, 4], TOKENS, QUERIES, DIM)
-    shown = streams.synthetic(name, [3, 4], TOKENS, QUERIES, DIM, prompt_queries=True)
-    for before, after in zip(_parts(plain), _parts(shown), strict=True):
-        np.testing.assert_array_equal(before, after)
-    assert shown.prompt_queries.shape == (2, TOKENS, 1, DIM)
-    nearest = lambda queries, others: (queries[:, 0] @ others[:, 0].T).max(axis=1)  # noqa: E731
-    for row in range(2):
-        asked, prompt = shown.queries[row], shown.prompt_queries[row]
-        # Both kinds of queries differ (except for "index", which has few), and are in the same clusters.
-        if name != "index":
-            assert nearest(asked, prompt).max() < 1 - 1e-5
-        if name != "iid":
-            assert nearest(asked, prompt).mean() > nearest(asked, shown.prompt_queries[1 - row]).mean() + 0.2
-    assert shown.scaled(4.0).prompt_queries.shape == shown.prompt_queries.shape
 
 
 def test_recorded_streams_equal_the_model_s_projections():
@@ -162,9 +125,6 @@ def test_errors_are_means_over_queries_and_heads():
     exact = np.array([[[[3.0, 4.0]], [[0.0, -2.0]]]])  # one row, two queries, one head
     attended = np.array([[[[3.0, 5.0]], [[1.0, -2.0]]]])
     np.testing.assert_allclose(streams.relative_errors(attended, exact), [(1 / 5 + 1 / 2) / 2])
-    exact[0, 1, 0] = [1.0, -2.0]  # of which the first coordinate is left below, and off by none
-    attended[0, 1, 0] = [1.0, -1.0]
-    np.testing.assert_allclose(streams.clamped_errors(attended, exact), [(1 / 5 + 1 / 1) / 2])
 
 
 def _keys(found):

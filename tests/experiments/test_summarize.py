@@ -53,11 +53,7 @@ def test_the_bootstrap_has_the_coverage_of_its_intervals():
 
 def test_intervals_against_published_quantiles():
     value, low, high = statistics.mean_interval(np.array([1.0, 2.0, 3.0, 4.0]))
-    assert (
-        value == 2.5
-        and high - value == pytest.approx(3.182446 * 1.290994 / 2, rel=1e-4)
-        and value - low == high - value
-    )
+    assert value == 2.5 and high - value == pytest.approx(3.182446 * 1.290994 / 2, rel=1e-4) == value - low
     assert statistics.median_interval(np.arange(1.0, 8.0)) == Estimate(4.0, 1.0, 7.0)
     for function, count in ((statistics.mean_interval, 1), (statistics.median_interval, 5)):
         with pytest.raises(ValueError, match=f"{count} samples have no"):

@@ -15,20 +15,8 @@ from experiments.tasks.task import Question, contains, cut_middle
 from tests.experiments.support import request
 
 
-def write(path, content):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = content if isinstance(content, str) else json.dumps(content)
-    path.write_bytes(gzip.compress(data.encode()) if path.suffix == ".gz" else data.encode())
-
-
-def lines(entries):
-    return "\n".join(map(json.dumps, entries))
-
-
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory):
-    """A data directory with small files of every form."""
-    directory = tmp_path_factory.mktemp("data")
+def contents():
+    """Returns the contents of small files of every form, by path."""
     squad = [
         {"paragraphs": [
             {"context": f"{name} {number} was built in {1900 + number}.",
@@ -36,68 +24,64 @@ def data_dir(tmp_path_factory):
             for number in range(3)]}
         for name in ("Mill", "Bridge", "Tower", "Well")
     ]  # fmt: skip
-    write(directory / "qa/xquad_en.json", {"data": squad})
     hotpotqa = [
         {"question": f"Who wrote book {n}?", "answer": f"Author {n}", "supporting_facts": [[f"Book {n}", 0]],
          "context": [[f"Book {n}", [f"It is by Author {n}.", " It is long."]], ["Other", [f"Nothing of {n}."]]]}
         for n in range(6)
     ]  # fmt: skip
-    write(directory / "qa/hotpotqa.json", hotpotqa)
     musique = [
         {"question": f"Q{n}?", "answer": f"A{n}", "answer_aliases": [f"B{n}"], "answerable": n != 3,
          "paragraphs": [{"title": "T", "paragraph_text": f"Text {n} {k}.", "is_supporting": k < 2} for k in range(4)]}
         for n in range(4)
     ]  # fmt: skip
-    write(directory / "qa/musique.json", musique)
     nq = [{"question": f"q{n}", "answers": [f"a{n}"],
            "ctxs": [{"title": "T", "text": f"a{n} is it.", "isgold": True}]} for n in range(9)]  # fmt: skip
-    write(directory / "qa/nq_open_oracle.jsonl.gz", lines(nq))
     pairs = [[f"key-{n}", f"value-{n}"] for n in range(75)]
-    write(
-        directory / "kv_retrieval/75_keys.jsonl.gz",
-        lines({"ordered_kv_records": pairs, "key": f"key-{n}", "value": f"value-{n}"} for n in (7, 70)),
-    )
+    objects = [{"ordered_kv_records": pairs, "key": f"key-{n}", "value": f"value-{n}"} for n in (7, 70)]
     story = "1 Ann went to the garden.\n2 Bob went home.\n3 Where is Ann? \tgarden\t1\n4 Ann went out.\n"
     story += "5 Where is Ann?|out|4"
-    write(directory / "babi/qa1_single_test.txt", f"{story}\n{story}")
     text = "\n".join(f"This is sentence {number} of a long book." for number in range(3000))
-    write(directory / "books/a.txt", text)
-    write(directory / "wikitext2/test.txt", text)
-    write(directory / "essays/b.txt", text)
     prompt = "The record:\nline a-b: REGISTER_CONTENT is <12>\n\nNow the record is over. Tell me what is in line a-b? "
-    write(directory / "longeval/lines_200.jsonl", lines([{"prompt": prompt, "expected_number": 12}] * 2))
-    topics = {
-        "prompt": "USER: cats. Now the record ends. What is the first topic?",
-        "topics": ["Cats", "x"],
-        "test_id": 1,
-    }
-    write(directory / "longeval/topics_5.jsonl", lines([topics]))
-    exam = {
-        "input": "A text.",
-        "instructions": ["Which?\n (A) one\n(B) two", "Two?\nA. x\nB. y"],
-        "outputs": ["(B) two", "AB"],
-    }
-    write(directory / "leval/quality.jsonl", lines([exam]))
+    topics = {"prompt": "USER: cats. Now the record ends. What is the first topic?", "topics": ["Cats", "x"]}
+    instructions = ["Which?\n (A) one\n(B) two", "Two?\nA. x\nB. y"]
+    exam = {"input": "A text.", "instructions": instructions, "outputs": ["(B) two", "AB"]}
     short = {"input": "A text. " * 50, "instructions": ["Who?"], "outputs": ["the old Ann"]}
-    write(directory / "leval/scientific_qa.jsonl", lines([short, {**short, "input": "A text. " * 900}]))
-    pairs = [{"Q": "Who lit the lamp?", "A": "The keeper.", "S": ["The keeper\nlit the lamp."]},
+    asked = [{"Q": "Who lit the lamp?", "A": "The keeper.", "S": ["The keeper\nlit the lamp."]},
              {"Q": "Who came last?", "A": "Ann", "S": "It was late. Ann came."}]  # fmt: skip
-    of_text = {"input": f"The keeper lit the lamp. {'Words. ' * 300}It was late. Ann came. {'Words. ' * 50}"}
-    texts = [of_text | {"qa_pairs": str(pairs)}, {"input": "Short.", "qa_pairs": str(pairs)}]
-    write(directory / "loogle/shortdep_qa.jsonl", lines(texts))
-    write(directory / "loogle/longdep_qa.jsonl", lines(texts))
+    long = f"The keeper lit the lamp. {'Words. ' * 300}It was late. Ann came. {'Words. ' * 50}"
+    texts = [{"input": text, "qa_pairs": str(asked)} for text in (long, "Short.")]
     cloze = [{"Q": "<mask-0> met <mask-1>.", "A": {"<mask-0>": "Ann", "<mask-1>": "Bo"}, "S": "Ann met Bo."}]
-    write(directory / "loogle/shortdep_cloze.jsonl", lines([{"input": "Ann met Bo.", "qa_pairs": str(cloze)}]))
     gsm8k = [{"question": f"{n} and {n}?", "answer": f"{n} + {n} = <<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n},000"}
              for n in range(50)]  # fmt: skip
-    write(directory / "reasoning/gsm8k_test.jsonl", lines(gsm8k))
-    code = {
-        "task_id": "H/0",
-        "prompt": "def f(x):\n",
-        "entry_point": "f",
-        "test": "def check(f):\n    assert f(2) == 4\n",
+    code = {"task_id": "H/0", "prompt": "def f(x):\n", "entry_point": "f"}
+    return {
+        "qa/xquad_en.json": json.dumps({"data": squad}),
+        "qa/hotpotqa.json": json.dumps(hotpotqa),
+        "qa/musique.json": json.dumps(musique),
+        "qa/nq_open_oracle.jsonl.gz": nq,
+        "kv_retrieval/75_keys.jsonl.gz": objects,
+        "babi/qa1_single_test.txt": f"{story}\n{story}",
+        **dict.fromkeys(("books/a.txt", "wikitext2/test.txt", "essays/b.txt"), text),
+        "longeval/lines_200.jsonl": [{"prompt": prompt, "expected_number": 12}] * 2,
+        "longeval/topics_5.jsonl": [topics | {"test_id": 1}],
+        "leval/quality.jsonl": [exam],
+        "leval/scientific_qa.jsonl": [short, {**short, "input": "A text. " * 900}],
+        **dict.fromkeys(("loogle/shortdep_qa.jsonl", "loogle/longdep_qa.jsonl"), texts),
+        "loogle/shortdep_cloze.jsonl": [{"input": "Ann met Bo.", "qa_pairs": str(cloze)}],
+        "reasoning/gsm8k_test.jsonl": gsm8k,
+        "reasoning/humaneval.jsonl.gz": [code | {"test": "def check(f):\n    assert f(2) == 4\n"}],
     }
-    write(directory / "reasoning/humaneval.jsonl.gz", lines([code]))
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    """A data directory; lists are JSON Lines."""
+    directory = tmp_path_factory.mktemp("data")
+    for name, content in contents().items():
+        text = content if isinstance(content, str) else "\n".join(map(json.dumps, content))
+        path = directory / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
     return directory
 
 
@@ -108,12 +92,12 @@ def make(name, data_dir, **options):
 def test_every_task_makes_documents_that_fit(data_dir):
     others = {"longbench", "longbench_e", "tpo", "coursera", "multidoc_qa", "gov_report", "humaneval"}
     for name in {*tasks.TASKS} - others | {"humaneval:run", "needle:continue", "needle:minference", "gsm8k_trace:16"}:
-        task = make(name, data_dir, tokens=4000)
+        task = make(name, data_dir, tokens=3000, documents=2)
         assert task.documents and task.name == name
         for document in task.documents if task.kind == "generate" and not name.startswith("longeval") else ():
             for question in document.questions:
                 prompt = document.context + question.text + question.prefix
-                assert len(prompt) + task.answer_tokens <= 4000, name
+                assert len(prompt) + task.answer_tokens <= 3000, name
                 assert question.answers
 
 
@@ -123,14 +107,37 @@ def test_collections_are_expanded():
     assert names[:1] == ["longbench:2wikimqa"] and names[-1] == "nq" and len(names) == 9
     assert [len(tasks.expand((f"{name}",))) for name in ("longbench:all", "longbench:chelsea")] == [21, 14]
     assert [len(tasks.expand((f"longbench_e:{name}",))) for name in ("all", "balancekv")] == [13, 13]
-    with pytest.raises(ValueError, match="'longbench:x' is unknown; longbench has all, clusterkv"):
-        tasks.expand(("longbench:x",))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("babi:6", "babi:6 is not a task; pass babi:1 to babi:5"),
+        ("needle:pin", "needle:pin is not a task"),
+        ("facts:essays", "facts:essays is not a task"),
+        ("humaneval", "pass humaneval:run"),
+        ("quality:2", "quality takes no argument"),
+        ("niah_single_1", "task niah_single_1: tokens=260 is too small; the shortest document takes"),
+        ("longdep_qa", "tokens=260 leave no evidence of a question in the texts; pass more tokens"),
+        ("niah", "task 'niah' is unknown; known tasks: niah_single_1"),
+        ("longbench:x", "'longbench:x' is unknown; longbench has all, clusterkv"),
+    ],
+)
+def test_tasks_that_cannot_be_made_are_refused(data_dir, name, message):
+    with pytest.raises(ValueError, match=message):
+        [name] = tasks.expand((name,))
+        make(name, data_dir, tokens=260, truncate=True)
 
 
 def test_missing_files_are_named_with_their_source(tmp_path):
+    sources = {
+        "hotpotqa": "DATA_DIR/qa/hotpotqa.json from OSU-NLP-Group/HippoRAG, data/hot",
+        "niah_single_2": "essays from gkamradt/LLMTest_NeedleInAHaystack",
+    }
     for directory in (None, tmp_path):
-        with pytest.raises(FileNotFoundError, match="DATA_DIR/qa/hotpotqa.json from OSU-NLP-Group/HippoRAG, data/hot"):
-            tasks.make_task("hotpotqa", request(data_dir=directory))
+        for name, message in sources.items():
+            with pytest.raises(FileNotFoundError, match=message):
+                make(name, directory)
 
 
 def passages(document):
@@ -146,8 +153,6 @@ def test_loogle_asks_what_the_cut_text_answers(data_dir):
     assert task.score(" the keeper\nand more", document.questions[0]) == 1
     [document] = make("longdep_qa", data_dir, tokens=1000, truncate=True).documents
     assert [one.answers for one in document.questions] == [("The keeper.",), ("Ann",)]
-    with pytest.raises(ValueError, match="pass more tokens"):
-        make("longdep_qa", data_dir, tokens=260, truncate=True)
 
 
 def test_loogle_scores_names_of_masks(data_dir):
@@ -204,8 +209,6 @@ def test_the_needle_is_asked_and_scored_as_balancekv_does():
     assert (task.answer_tokens, task.stop, task.chat) == (30, "\n", False)
     assert task.score("Eat a sandwich and sit in Dolores Park on a sunny day.", question) == 1
     assert task.score("you eat a sandwich", question) == 3 / 11  # "a" occurs twice and counts once
-    with pytest.raises(ValueError, match="needle:pin is not a task"):
-        tasks.make_task("needle:pin", request())
 
 
 def test_longeval(data_dir):
@@ -255,8 +258,6 @@ def test_stories_are_hidden_in_order(data_dir):
     assert first == second
     assert first.facts == ("Ann went to the garden.", "Bob went home.", "Ann went out.")
     assert first.questions == ((2, "Where is Ann?", "garden"), (3, "Where is Ann?", "out"))
-    with pytest.raises(ValueError, match="babi:6 is not a task; pass babi:1 to babi:5"):
-        make("babi:6", data_dir)
     document = make("babi:1", data_dir).documents[0]
     places = [document.context.index(fact) for fact in first.facts]
     assert places == sorted(places) and document.questions[0].answers == ("out",)
@@ -326,8 +327,6 @@ def test_code_runs_with_limits():
     assert passes_tests("    return 2 * x\n\nprint('unused')", question) == 1
     assert passes_tests("    return x", question) == 0
     assert passes_tests("    return [0] * 10**10", question) == 0  # memory
-    with pytest.raises(ValueError, match="pass humaneval:run"):
-        tasks.make_task("humaneval", request())
 
 
 def test_every_fact_is_in_the_text_once_and_has_a_question():
@@ -341,5 +340,3 @@ def test_every_fact_is_in_the_text_once_and_has_a_question():
     code = first.questions[0]
     assert task.score(f"{code.answers[0]}.", code) == 1 and task.score(f"1{code.answers[0]}", code) == 0
     assert facts.insert("abcd", "12") == ["a", "1", "b", "c", "2", "d"]
-    with pytest.raises(ValueError, match="facts:essays is not a task"):
-        tasks.make_task("facts:essays", request())
