@@ -49,3 +49,15 @@ def generate(model, policy, prompts, *, max_new_tokens, seed=0, sampling=GREEDY,
         model, policy, batch=len(prompts), max_prompt_tokens=longest, max_new_tokens=max_new_tokens, **options
     )
     return decode_all(generator, generator.prefill(generator.init_state(seed, sampling), prompts), max_new_tokens)
+
+
+def gather(outputs):
+    """Returns tokens, texts and finish reasons by request of an engine."""
+    rows, texts, reasons = {}, {}, {}
+    for output in outputs:
+        assert output.number not in reasons
+        rows.setdefault(output.number, []).extend(output.tokens)
+        texts[output.number] = texts.get(output.number, "") + output.text
+        if output.finish_reason is not None:
+            reasons[output.number] = output.finish_reason
+    return rows, texts, reasons

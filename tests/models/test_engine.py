@@ -19,7 +19,7 @@ from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.sampling import Sampling
 from tests.kvjax.support import ON_A_MESH, each
 from tests.models import tiny
-from tests.models.loops import decode_all
+from tests.models.loops import decode_all, gather
 from tests.models.support import compile_counts, count_compilations
 
 PERIOD = 8  # tokens of a block
@@ -59,18 +59,6 @@ def prompts():
 def add_all(some_engine, **options):
     for seed, (prompt, new, sampling) in enumerate(zip(prompts(), NEW, SAMPLING, strict=True)):
         some_engine.add(prompt, sampling=sampling, max_new_tokens=new, seed=seed, **options)
-
-
-def gather(outputs):
-    """Returns tokens, texts and finish reasons by request."""
-    rows, texts, reasons = {}, {}, {}
-    for output in outputs:
-        assert output.number not in reasons
-        rows.setdefault(output.number, []).extend(output.tokens)
-        texts[output.number] = texts.get(output.number, "") + output.text
-        if output.finish_reason is not None:
-            reasons[output.number] = output.finish_reason
-    return rows, texts, reasons
 
 
 def collect(some_engine):
