@@ -1,8 +1,10 @@
 """Helpers that the tests of kvjax_models share."""
 
 import contextlib
+import math
 import os
 import pathlib
+import re
 import resource
 import signal
 import subprocess
@@ -48,6 +50,10 @@ def assert_equal_parameters(model, expected, *, rtol=0.0, atol=0.0):
         np.testing.assert_allclose(*values, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))
 
 
+def assert_equal_states(state, other):
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(key_data(a), key_data(b)), state, other)
+
+
 @contextlib.contextmanager
 def compile_counts(functions, expected):
     """Asserts how many programs of each jitted function the body compiles."""
@@ -71,6 +77,23 @@ def count_compilations():
         yield lambda: len(events)
     finally:
         jax.monitoring.unregister_event_duration_listener(record)
+
+
+_ARRAY = re.compile(r"(pred|[sufb]\w*?)(\d*)\[([\d,]+)\]")
+_INSTRUCTION = re.compile(r" = \(?(.*?)\)? ([a-z\-]+)\(")
+_NOT_WRITTEN = {"parameter", "get-tuple-element", "bitcast", "while", "conditional", "call", "tuple"}
+
+
+def written_arrays(program):
+    """Returns opcode and bytes of the largest array of every instruction of a compiled program that writes arrays."""
+    written = []
+    for result, opcode in _INSTRUCTION.findall(program.as_text()):
+        sizes = [
+            int(bits or 8) // 8 * math.prod(map(int, sides.split(","))) for _, bits, sides in _ARRAY.findall(result)
+        ]
+        if sizes and opcode not in _NOT_WRITTEN:
+            written.append((opcode, max(sizes)))
+    return written
 
 
 def start_python(code, *arguments, **options):
