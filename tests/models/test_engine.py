@@ -12,15 +12,13 @@ from flax import nnx
 import kvjax
 from kvjax_models import LanguageModel, compile_cache
 from kvjax_models.engine import Collector, Output
-from kvjax_models.runner import prefill
 from kvjax_models.runner.answer_text import AnswerText, check_stop
-from kvjax_models.runner.decode import decode_program
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.sampling import Sampling
 from tests.kvjax.support import ON_A_MESH, each
 from tests.models import tiny
 from tests.models.loops import decode_all, gather
-from tests.models.support import compile_counts, count_compilations
+from tests.models.support import count_compilations
 
 PERIOD = 8  # tokens of a block
 EXACT = kvjax.Exact(compact_every=PERIOD)
@@ -173,16 +171,6 @@ def test_requests_that_differ_compile_nothing():
     with count_compilations() as num_compiled:
         run(make_engine(), 3)  # an equal engine
     assert num_compiled() == 0
-
-
-def test_prompts_of_all_lengths_share_programs():
-    jax.clear_caches()
-    some_engine = make_engine(rows=1)
-    # Prompts are padded to 4 lengths from 256 to 1,024, and rows have 4 sizes from 256 to 2,048.
-    with compile_counts([prefill.prefill_layer, decode_program], [4, 4]):
-        for length in range(1, 1025, 93):
-            some_engine.add([1] * length, max_new_tokens=2)
-        collect(some_engine)
 
 
 def test_prefill_alternates_with_blocks():
@@ -452,34 +440,3 @@ def test_random_operations_change_no_tokens():
     for number, kind in kinds.items():
         expected = tokens_alone(kind)
         assert rows[number] == (expected if reasons[number] == "length" else expected[: len(rows[number])])
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    "policy", [EXACT, kvjax.StreamingLLM(64, compact_every=PERIOD)], ids=["exact", "streaming_llm"]
-)
-def test_many_mixed_requests_need_few_programs_and_no_further_memory(policy):
-    """Prompts of 20 to 600 tokens and questions to four documents."""
-    rng, cache = np.random.default_rng(1), llm().cache(policy)
-    documents = [cache.read(rng.integers(0, 96, length).tolist(), max_new_tokens=96) for length in (40, 150, 300, 600)]
-    some_engine = cache.engine(rows=8, max_prefill_tokens=512, stream_interval=4)
-    waiting, num_finished, held = 200, 0, []
-    while waiting or some_engine.has_unfinished:
-        while waiting and some_engine.num_waiting < 6:
-            waiting -= 1
-            document = documents[rng.integers(4)] if rng.random() < 0.5 else None
-            length = int(rng.integers(1, 40)) if document is not None else int(20 * 30 ** rng.random())
-            some_engine.add(
-                rng.integers(0, 96, length).tolist(),
-                document,
-                sampling=SAMPLING[rng.integers(5)],
-                stop=("xy", "z")[rng.integers(3) :],
-                max_new_tokens=int(rng.integers(1, 49)),
-                seed=int(rng.integers(2**32)),
-            )
-        for output in some_engine.step():
-            if output.finish_reason is not None and (num_finished := num_finished + 1) in (40, 200):
-                held.append(sum(x.nbytes for x in jax.live_arrays()))
-    assert held[1] < 1.05 * held[0]
-    if policy is EXACT:  # of the others, the size of a row follows from the length of its answer, too
-        assert some_engine.num_programs <= 44

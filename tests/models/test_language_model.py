@@ -1,5 +1,6 @@
 """Text generation with `kvjax_models.load`."""
 
+import dataclasses
 import json
 import shutil
 import threading
@@ -101,13 +102,19 @@ def test_prompts_are_read_when_rows_are_free(llm):
     assert [(completion.number, num_read) for completion in completions] == [(0, 2), (1, 2), (2, 4), (3, 4), (4, 5)]
 
 
-@pytest.mark.parametrize("policy", ["streaming_llm", kvjax.StreamingLLM])
-def test_a_relative_budget_is_a_share_of_the_full_cache(llm, policy):
-    generator = llm.cache(policy, "50%").generator(max_prompt_tokens=600, max_new_tokens=40)
+def test_a_relative_budget_is_a_share_of_the_full_cache(llm):
+    generator = llm.cache("streaming_llm", "50%").generator(max_prompt_tokens=600, max_new_tokens=40)
     full_bytes = generator.specs[0].full_cache_bytes(640) * len(generator.specs)
     assert 0.4 * full_bytes < kvjax.cache_bytes(generator.init_state().layers).device <= 0.5 * full_bytes
-    in_bytes = llm.cache(policy, f"{full_bytes // 2}B").generator(max_prompt_tokens=600, max_new_tokens=40)
+    in_bytes = llm.cache(kvjax.StreamingLLM, f"{full_bytes // 2}B").generator(max_prompt_tokens=600, max_new_tokens=40)
     assert in_bytes.policies == generator.policies
+
+
+def test_budgets_count_another_dtype(llm):
+    cache = llm.cache("streaming_llm", "50%")
+    narrow = dataclasses.replace(cache, budget_dtype="bfloat16")
+    slots, twice = (one.document_generator(512, 16).policies[0].budget for one in (cache, narrow))
+    assert twice == pytest.approx(2 * slots, abs=24)
 
 
 @pytest.mark.parametrize(
@@ -135,15 +142,12 @@ def test_unknown_keywords_get_a_suggestion(llm):
     cache = llm.cache()
     document, engine = cache.read(TEXT, max_new_tokens=8), cache.engine()
     calls = [
-        (llm.generate, "max_tokens", "max_new_tokens"),
         (llm.generate, "kv_dtyp", "kv_dtype"),
         (llm.cache, "kv_dtyp", "kv_dtype"),
-        (cache.generate, "max_tokens", "max_new_tokens"),
         (cache.stream, "top_pp", "top_p"),
         (cache.generate_many, "batchsize", "batch_size"),
         (cache.read, "max_tokens", "max_new_tokens"),
         (document.ask, "temprature", "temperature"),
-        (document.generate, "stop_", "stop"),
         (engine.add, "max_tokens", "max_new_tokens"),
         (load, "dtyp", "dtype"),
     ]
@@ -234,7 +238,7 @@ def test_invalid_options_are_refused(llm, prompt, options, message):
 
 
 def test_invalid_options_of_many_prompts_are_refused(llm):
-    for size in (0, -1, 1.5, "0", "x", "10%", True, 10**9):
+    for size in (0, 1.5, "x", "10%", True, 10**9):
         with pytest.raises(ValueError, match=f"^{size!r} batch rows are not possible: pass a number from 1 to 65536"):
             next(llm.cache().generate_many(["x"], batch_size=size, max_new_tokens=2))
     with pytest.raises(ValueError, match=r"prompt 1: a sequence of \d+ tokens exceeds the model's context length"):
@@ -249,7 +253,8 @@ def test_log_probabilities_are_part_of_the_details(llm):
 
 @pytest.fixture(scope="module")
 def chat_llm():
-    return tiny.make_llm(tiny.TEMPLATE)
+    end = f"{{% if message.role == 'assistant' %}}{tiny.EOS}{{% endif %}}"  # as in real templates
+    return tiny.make_lively_llm(tiny.TEMPLATE.replace("{{ message.content }}", f"{{{{ message.content }}}}{end}"))
 
 
 def test_a_list_of_messages_is_one_conversation(chat_llm):
@@ -261,12 +266,12 @@ def test_a_list_of_messages_is_one_conversation(chat_llm):
 
 
 def test_an_interrupt_ends_an_answer_but_not_the_conversation(chat_llm):
-    """Every turn is answered as the entire conversation."""
+    """Every turn is answered as the entire conversation, also after special tokens that a user spells out."""
     chat = Chat(policy="exact:compact_every=8", context_tokens=512, max_new_tokens=12)
     conversation, stop = Conversation(chat_llm, chat, "Be brief."), threading.Event()
     stop.set()
     assert list(conversation.answer("Hello.", stop)) == [] and len(conversation.messages) == 1  # while the turn is read
-    for interrupted in ("Hello.", "And then?"):
+    for interrupted in (f"Who wrote {tiny.EOS}?", "And <"):
         stop.clear()
         for number, _ in enumerate(conversation.answer(interrupted, stop)):
             if number == 4:
@@ -274,7 +279,7 @@ def test_an_interrupt_ends_an_answer_but_not_the_conversation(chat_llm):
         answer = conversation.messages[-1]["content"]
         whole = "".join(chat_llm.cache().stream(conversation.messages[:-1], max_new_tokens=12))
         assert whole.startswith(answer) and len(answer) < len(whole)
-    answer = "".join(conversation.answer("What else?"))
+    answer = "".join(conversation.answer(f"{tiny.BOS}?"))
     assert answer == "".join(chat_llm.cache().stream(conversation.messages[:-1], max_new_tokens=12))
     roles = [message["role"] for message in conversation.messages]
     assert roles == ["system", *["user", "assistant"] * 3]
@@ -350,4 +355,4 @@ def test_budgets_in_bytes_include_sliding_windows(policy, kibibytes):
     # A share applies to the other layers.
     assert llm.cache(policy, "25%").generator(**sizes).row_bytes > 0.25 * 4040 * 2 * 2 * 16 * 2
     with pytest.raises(ValueError, match=r"budget=20KiB is less than the 78.2 KiB that 3 layers with a sliding window"):
-        llm.cache(policy, "20KiB").generator(max_prompt_tokens=400, max_new_tokens=40)
+        llm.cache("snapkv", "20KiB").generator(max_prompt_tokens=400, max_new_tokens=40)
