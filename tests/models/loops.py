@@ -10,31 +10,24 @@ from kvjax_models.runner.sampling import GREEDY
 from kvjax_models.runner.state import check_faults, check_finite, commit_to_device, compact_layers
 
 
-def decode(generator, state, max_tokens, stream_interval=None, *, compact_last=True, texts=None):
-    """Yields the state and the new tokens [B, n] after every block, or a part of it."""
+def decode(generator, state, max_tokens):
+    """Yields the state and the new tokens [B, n] after every block."""
     generator.check_capacity(np.asarray(state.positions), np.where(np.asarray(state.done), 0, max_tokens))
-    state = commit_to_device(state, generator.mesh)
-    total = in_block = 0
+    state, total = commit_to_device(state, generator.mesh), 0
     while total < max_tokens and not np.asarray(state.done).all():
-        block_size = generator.block_size
-        steps = min(stream_interval or block_size, block_size - in_block, max_tokens - total)
-        state, sampled = decode_block(
-            generator.split_model, generator.mesh, generator.eos, block_size, state, steps, texts
-        )
-        total, in_block = total + steps, in_block + steps
+        size = generator.block_size
+        steps = min(size, max_tokens - total)
+        state, sampled = decode_block(generator.split_model, generator.mesh, generator.eos, size, state, steps, None)
         check_finite(state)
-        is_last = total == max_tokens or bool(np.asarray(state.done).all())
-        if (is_last and compact_last) or in_block == block_size:
-            state, in_block = compact_layers(state), 0
-        if is_last or in_block == 0:
-            check_faults(state, generator.mesh)
+        state, total = compact_layers(state), total + steps
+        check_faults(state, generator.mesh)
         yield state, np.asarray(sampled.token)
 
 
-def decode_all(generator, state, max_tokens, *, compact_last=True, texts=None):
+def decode_all(generator, state, max_tokens):
     """Returns the new tokens of each row, including an end-of-text token, and the state after them."""
     rows = [[] for _ in range(generator.batch)]
-    for new_state, tokens in decode(generator, state, max_tokens, compact_last=compact_last, texts=texts):
+    for new_state, tokens in decode(generator, state, max_tokens):
         state = new_state
         for row, new in zip(rows, tokens, strict=True):
             row += [int(token) for token in new if token != NO_TOKEN]
@@ -49,3 +42,15 @@ def generate(model, policy, prompts, *, max_new_tokens, seed=0, sampling=GREEDY,
         model, policy, batch=len(prompts), max_prompt_tokens=longest, max_new_tokens=max_new_tokens, **options
     )
     return decode_all(generator, generator.prefill(generator.init_state(seed, sampling), prompts), max_new_tokens)
+
+
+def gather(outputs):
+    """Returns tokens, texts and finish reasons by request of an engine."""
+    rows, texts, reasons = {}, {}, {}
+    for output in outputs:
+        assert output.number not in reasons
+        rows.setdefault(output.number, []).extend(output.tokens)
+        texts[output.number] = texts.get(output.number, "") + output.text
+        if output.finish_reason is not None:
+            reasons[output.number] = output.finish_reason
+    return rows, texts, reasons

@@ -1,8 +1,10 @@
 """Helpers that the tests of kvjax_models share."""
 
 import contextlib
+import math
 import os
 import pathlib
+import re
 import resource
 import signal
 import subprocess
@@ -16,9 +18,11 @@ from flax import nnx
 
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
+from kvjax_models.profile import FRACTIONS, Profile
 
 ROOT = pathlib.Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "transformers"
+NO_VALUES = np.zeros(0, np.float32)
 
 
 def small_config(**changes):
@@ -31,6 +35,12 @@ def random_model(config, dtype=jnp.float32):
     graph, state = nnx.split(nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0))))
     random = np.random.default_rng(0)
     return nnx.merge(graph, jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=leaf.shape), leaf.dtype), state))
+
+
+def make_profile(needs, scorer=NO_VALUES):
+    """Returns a profile with the needs [layers, H_kv] for every budget."""
+    needs = np.tile(np.asarray(needs, np.float32), (len(FRACTIONS), 1, 1))
+    return Profile(needs, NO_VALUES, scorer, *(NO_VALUES,) * 3)
 
 
 def key_data(leaf):
@@ -46,6 +56,10 @@ def assert_equal_parameters(model, expected, *, rtol=0.0, atol=0.0):
         assert actual[path].dtype == array.dtype
         values = (np.asarray(x, np.float32) for x in (actual[path], array))
         np.testing.assert_allclose(*values, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
+def assert_equal_states(state, other):
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(key_data(a), key_data(b)), state, other)
 
 
 @contextlib.contextmanager
@@ -71,6 +85,22 @@ def count_compilations():
         yield lambda: len(events)
     finally:
         jax.monitoring.unregister_event_duration_listener(record)
+
+
+_ARRAY = re.compile(r"(?:pred|[sufb]\w*?)(\d*)\[([\d,]+)\]")
+_INSTRUCTION = re.compile(r" = \(?(.*?)\)? ([a-z\-]+)\(")
+_NOT_WRITTEN = {"parameter", "get-tuple-element", "bitcast", "while", "conditional", "call", "tuple"}
+
+
+def written_arrays(program):
+    """Returns opcode and bytes of every instruction of a compiled program that writes arrays."""
+    written = []
+    for result, opcode in _INSTRUCTION.findall(program.as_text()):
+        arrays = _ARRAY.findall(result)
+        sizes = [int(bits or 8) // 8 * math.prod(map(int, sides.split(","))) for bits, sides in arrays]
+        if sizes and opcode not in _NOT_WRITTEN:
+            written.append((opcode, sum(sizes)))
+    return written
 
 
 def start_python(code, *arguments, **options):

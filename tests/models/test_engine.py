@@ -12,15 +12,13 @@ from flax import nnx
 import kvjax
 from kvjax_models import LanguageModel, compile_cache
 from kvjax_models.engine import Collector, Output
-from kvjax_models.runner import prefill
 from kvjax_models.runner.answer_text import AnswerText, check_stop
-from kvjax_models.runner.decode import decode_program
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.sampling import Sampling
 from tests.kvjax.support import ON_A_MESH, each
 from tests.models import tiny
-from tests.models.loops import decode_all
-from tests.models.support import compile_counts, count_compilations
+from tests.models.loops import decode_all, gather
+from tests.models.support import count_compilations
 
 PERIOD = 8  # tokens of a block
 EXACT = kvjax.Exact(compact_every=PERIOD)
@@ -62,16 +60,10 @@ def add_all(some_engine, **options):
 
 
 def collect(some_engine):
-    """Returns tokens, texts and finish reasons by request."""
-    rows, texts, reasons = {}, {}, {}
-    for output in some_engine.run():
-        assert output.number not in reasons
-        rows.setdefault(output.number, []).extend(output.tokens)
-        texts[output.number] = texts.get(output.number, "") + output.text
-        if output.finish_reason is not None:
-            reasons[output.number] = output.finish_reason
+    """Runs all requests."""
+    results = gather(some_engine.run())
     assert not some_engine.has_unfinished and some_engine.num_free_rows == some_engine._scheduler.rows
-    return rows, texts, reasons
+    return results
 
 
 def tokens_alone(number, policy=EXACT):
@@ -125,13 +117,21 @@ def test_requests_continue_finished_ones(name):
         some_engine.add(question, turn, max_new_tokens=50)
 
 
-def test_tokens_do_not_depend_on_rows_or_prefill_steps():
+def test_tokens_do_not_depend_on_rows_prefill_steps_or_the_stream_interval():
     results = []
-    for rows, tokens in ((3, None), (8, 1), (1, 60)):
-        some_engine = make_engine(rows=rows, max_prefill_tokens=tokens)
+    for options in (
+        {},
+        {"rows": 8, "max_prefill_tokens": 1},
+        {"rows": 1, "max_prefill_tokens": 60, "stream_interval": 1},
+        {"stream_interval": 3},
+        {"stream_interval": 50},
+    ):
+        some_engine = make_engine(**options)
         add_all(some_engine)
-        results.append(collect(some_engine))
-    assert results[0] == results[1] == results[2]
+        outputs = list(some_engine.run())
+        assert max(len(output.tokens) for output in outputs) == min(options.get("stream_interval", 50), PERIOD)
+        results.append(gather(outputs))
+    assert all(result == results[0] for result in results)
 
 
 def test_answers_to_one_prompt_share_its_prefill(monkeypatch):
@@ -173,16 +173,6 @@ def test_requests_that_differ_compile_nothing():
     assert num_compiled() == 0
 
 
-def test_prompts_of_all_lengths_share_programs():
-    jax.clear_caches()
-    some_engine = make_engine(rows=1)
-    # Prompts are padded to 4 lengths from 256 to 1,024, and rows have 4 sizes from 256 to 2,048.
-    with compile_counts([prefill.prefill_layer, decode_program], [4, 4]):
-        for length in range(1, 1025, 93):
-            some_engine.add([1] * length, max_new_tokens=2)
-        collect(some_engine)
-
-
 def test_prefill_alternates_with_blocks():
     # The second request needs two layers and an insertion: three blocks of the first one come before its first block.
     for tokens, expected in ((1, [0] * 3 + [0, 1] + [1] * 3), (None, [0, 1] * 4)):
@@ -192,38 +182,12 @@ def test_prefill_alternates_with_blocks():
         assert [output.number for output in some_engine.run()] == expected
 
 
-def test_requests_may_be_added_while_others_run():
-    some_engine = make_engine(rows=2)
-    first = some_engine.add(prompts()[1], max_new_tokens=20, seed=1, sampling=SAMPLING[1])
-    tokens = [token for output in some_engine.step() for token in output.tokens]
-    assert (some_engine.num_free_rows, some_engine.num_waiting) == (1, 0)
-    others = [some_engine.add(prompts()[2], max_new_tokens=16, seed=2, sampling=SAMPLING[2]) for _ in range(3)]
-    assert some_engine.num_waiting == 3
-    rows, _, reasons = collect(some_engine)
-    assert tokens + rows[first] == tokens_alone(1)
-    assert all(rows[other] == tokens_alone(2) for other in others) and len(reasons) == 4
-
-
-@pytest.mark.parametrize("interval", [1, 3, 8, 50])
-def test_a_stream_interval_changes_no_tokens(interval):
-    expected = make_engine()
-    add_all(expected)
-    some_engine, sizes = make_engine(stream_interval=interval), []
-    add_all(some_engine)
-    outputs = list(some_engine.run())
-    rows = {}
-    for output in outputs:
-        rows.setdefault(output.number, []).extend(output.tokens)
-        sizes.append(len(output.tokens))
-    assert rows == collect(expected)[0] and max(sizes) == min(interval, PERIOD)
-
-
 # --- the end of a request ---
 
 
-def full_text(number=1):
+def full_text():
     some_engine = make_engine(rows=1)
-    some_engine.add(prompts()[number], max_new_tokens=24)
+    some_engine.add(prompts()[1], max_new_tokens=24)
     rows, texts, _ = collect(some_engine)
     return rows[0], texts[0]
 
@@ -295,19 +259,24 @@ def test_possible_starts_of_stop_strings_are_withheld():
     assert withheld == [1, *[2] * 10]  # less than the longest one
 
 
-@pytest.mark.parametrize("stop", ["", ["a", ""]])
-def test_empty_stop_strings_are_refused(stop):
-    with pytest.raises(ValueError, match="stop must not contain an empty string"):
+@pytest.mark.parametrize(
+    ("stop", "error", "message"),
+    [
+        ("", ValueError, "stop must not contain an empty string"),
+        (["a", ""], ValueError, "stop must not contain an empty string"),
+        (b"x", TypeError, "stop=.* must be a string or a list of strings"),
+        (["x", None], TypeError, "stop=.* must be a string or a list of strings"),
+    ],
+)
+def test_invalid_stop_strings_are_refused(stop, error, message):
+    with pytest.raises(error, match=message):
         check_stop(stop)
 
 
 # --- failures and aborts ---
 
 
-def test_a_failing_request_does_not_stop_the_others():
-    some_engine = make_engine()
-    add_all(some_engine)
-    expected = collect(some_engine)
+def test_failing_requests_do_not_stop_the_others():
     some_engine = make_engine()
     for prompt, options, message in (
         ([], {}, "the prompt is empty"),
@@ -318,21 +287,13 @@ def test_a_failing_request_does_not_stop_the_others():
     ):
         with pytest.raises(ValueError, match=message):
             some_engine.add(prompt, **options)
-    add_all(some_engine)
-    assert collect(some_engine) == expected
-
-
-def test_an_invalid_token_is_an_error_of_its_request():
-    some_engine = make_engine()
-    some_engine.add([98])
+    bad = some_engine.add([98])
     add_all(some_engine)
     outputs = list(some_engine.run())
-    [failed] = [output for output in outputs if output.error is not None]
-    assert failed.number == 0 and failed.finish_reason == "error"
-    assert "token ids must be between 0 and 97" in failed.error
-    rows = {}
-    for output in outputs:
-        rows.setdefault(output.number, []).extend(output.tokens)
+    [error] = [output.error for output in outputs if output.error is not None]
+    assert "token ids must be between 0 and 97" in error
+    rows, _, reasons = gather(outputs)
+    assert reasons.pop(bad) == "error" and set(reasons.values()) == {"length"}
     assert all(rows[number + 1] == tokens_alone(number) for number in range(5))
 
 
@@ -346,52 +307,34 @@ def broken_model(token):
 
 def test_a_row_of_nan_is_an_error_of_its_request():
     """In the prompt, and in the middle of an answer; the freed rows are used again."""
-    tokens, _ = full_text(number=1)
+    tokens, _ = full_text()
     bad = next(token for token in tokens[9:] if token not in prompts()[1])
-    language_model = broken_model(bad)
-    some_engine = make_engine(language_model=language_model, rows=2)
-    in_answer = some_engine.add(prompts()[1], max_new_tokens=24)
-    in_prompt = some_engine.add([1, bad, 2], max_new_tokens=24)
-    good = [1, 2, 3]
-    numbers = [some_engine.add(good, max_new_tokens=8, seed=seed) for seed in range(3)]
-    finished = {output.number: output for output in some_engine.run() if output.finish_reason is not None}
-    for number in (in_answer, in_prompt):
-        assert finished[number].finish_reason == "error"
-        assert "logits that are NaN or infinite" in finished[number].error
-    expected = make_engine()
-    expected.add(good, max_new_tokens=8)
-    assert bad not in collect(expected)[0][0]
-    assert [finished[number].finish_reason for number in numbers] == ["length"] * 3
+    some_engine = make_engine(language_model=broken_model(bad), rows=2)
+    some_engine.add(prompts()[1], max_new_tokens=24)
+    some_engine.add([1, bad, 2], max_new_tokens=24)
+    for seed in range(3):
+        some_engine.add([1, 2, 3], max_new_tokens=8, seed=seed)
+    outputs = list(some_engine.run())
+    assert gather(outputs)[2] == {0: "error", 1: "error", 2: "length", 3: "length", 4: "length"}
+    for output in outputs:
+        assert output.finish_reason != "error" or "logits that are NaN or infinite" in output.error
 
 
 def test_requests_are_aborted_while_they_wait_prefill_and_run():
     some_engine = make_engine(rows=2, max_prefill_tokens=1)
     add_all(some_engine)
-    collected = {number: [] for number in range(5)}
-    reasons = {}
-
-    def step():
-        for output in some_engine.step():
-            collected[output.number] += output.tokens
-            if output.finish_reason is not None:
-                reasons[output.number] = output.finish_reason
-
-    step()  # a layer of request 0
+    outputs = some_engine.step()  # a layer of request 0
     assert some_engine._prefill is not None and some_engine.num_waiting == 4
     some_engine.abort(0)  # prefills
     some_engine.abort(3)  # waits
-    while not collected[1]:
-        step()
-    some_engine.abort(1)  # runs
-    some_engine.abort(1)
-    some_engine.abort(99)
-    while some_engine.has_unfinished:
-        step()
-    assert reasons == {0: "abort", 1: "abort", 2: "length", 3: "abort", 4: "length"}
-    assert collected[0] == collected[3] == [] and some_engine.num_free_rows == 2
-    assert collected[1] == tokens_alone(1)[: len(collected[1])]
-    for number in (2, 4):
-        assert collected[number] == tokens_alone(number)
+    while not any(output.number == 1 for output in outputs):
+        outputs += some_engine.step()
+    for number in (1, 1, 99):  # runs
+        some_engine.abort(number)
+    rows, _, reasons = gather([*outputs, *some_engine.run()])
+    assert reasons == {0: "abort", 1: "abort", 2: "length", 3: "abort", 4: "length"} and some_engine.num_free_rows == 2
+    assert rows[0] == rows[3] == [] and rows[1] and rows[1] == tokens_alone(1)[: len(rows[1])]
+    assert all(rows[number] == tokens_alone(number) for number in (2, 4))
 
 
 def test_a_failed_request_of_a_collector_is_an_error():
@@ -409,9 +352,8 @@ def test_log_probabilities_come_with_their_tokens():
     outputs = list(some_engine.run())
     items = [item for output in outputs if output.number == 0 for item in output.logprobs]
     tokens = [token for output in outputs if output.number == 1 for token in output.tokens]
-    assert [item.token for item in items] == tokens and all(
-        output.logprobs is None for output in outputs if output.number
-    )
+    assert [item.token for item in items] == tokens
+    assert all(output.logprobs is None for output in outputs if output.number)
     logits = llm().model(jnp.asarray([prompts()[1] + tokens]))[0, len(prompts()[1]) - 1 : -1]
     expected = np.asarray(jax.nn.log_softmax(logits, axis=-1))
     for item, row in zip(items, expected, strict=True):
@@ -470,24 +412,19 @@ def test_requests_wait_for_bytes():
     assert some_engine.usage.cache_bytes == max(held)
     with pytest.raises(ValueError, match="takes up to .*iB, more than the .*iB for all rows"):
         cache.engine(max_bytes=row_bytes - 1).add(prompts()[1], max_new_tokens=9)
-    for rows, message in (("10%", "^'10%' batch rows are not possible"), (0, "^0 batch rows are not possible")):
-        with pytest.raises(ValueError, match=message):
-            next(cache.generate_many(["x"], batch_size=rows))
 
 
-@pytest.mark.parametrize("name", ["rows", "max_bytes", "max_prefill_tokens", "stream_interval"])
-def test_invalid_sizes_are_refused(name):
-    with pytest.raises(ValueError, match=f"{name}=0 must be"):
-        make_engine(**{name: 0})
+def test_invalid_sizes_are_refused():
+    for name in ("rows", "max_bytes", "max_prefill_tokens", "stream_interval"):
+        with pytest.raises(ValueError, match=f"{name}=0 must be"):
+            make_engine(**{name: 0})
 
 
-@pytest.mark.parametrize("interval", [None, 3])
-def test_random_operations_change_no_tokens(interval):
+def test_random_operations_change_no_tokens():
     """Requests are added and aborted in any order; the others have the tokens that they have alone."""
     rng = np.random.default_rng(0)
-    some_engine = make_engine(rows=3, max_prefill_tokens=60, stream_interval=interval)
-    alone = [tokens_alone(number) for number in range(5)]
-    kinds, collected, reasons = {}, {}, {}
+    some_engine = make_engine(rows=3, max_prefill_tokens=60, stream_interval=3)
+    kinds, outputs = {}, []
     for _ in range(120):
         operation = rng.choice(["add", "add", "abort", "step", "step"])
         if operation == "add" and len(kinds) < 20:
@@ -497,61 +434,9 @@ def test_random_operations_change_no_tokens(interval):
         elif operation == "abort" and kinds:
             some_engine.abort(int(rng.choice(list(kinds))))
         else:
-            for output in some_engine.step():
-                assert output.number not in reasons
-                collected.setdefault(output.number, []).extend(output.tokens)
-                if output.finish_reason is not None:
-                    reasons[output.number] = output.finish_reason
-    for output in some_engine.run():
-        collected.setdefault(output.number, []).extend(output.tokens)
-        if output.finish_reason is not None:
-            reasons[output.number] = output.finish_reason
+            outputs += some_engine.step()
+    rows, _, reasons = gather([*outputs, *some_engine.run()])
     assert reasons.keys() == kinds.keys() and set(reasons.values()) == {"length", "abort"}
     for number, kind in kinds.items():
-        assert collected[number] == alone[kind][: len(collected[number])]
-        assert reasons[number] == "abort" or collected[number] == alone[kind]
-
-
-@pytest.mark.heavy
-@pytest.mark.parametrize(
-    "policy", [EXACT, kvjax.StreamingLLM(64, compact_every=PERIOD)], ids=["exact", "streaming_llm"]
-)
-def test_many_mixed_requests_need_few_programs_and_no_further_memory(policy):
-    """Prompts of 20 to 600 tokens and questions to four documents; every answer is the one alone."""
-    rng, cache = np.random.default_rng(1), llm().cache(policy)
-    lengths = (40, 150, 300, 600)
-    documents = [cache.read(rng.integers(0, 96, length).tolist(), max_new_tokens=96) for length in lengths]
-    some_engine = cache.engine(rows=8, max_prefill_tokens=512, stream_interval=4)
-
-    def make_request():
-        document = documents[rng.integers(4)] if rng.random() < 0.5 else None
-        length = int(rng.integers(1, 40)) if document is not None else int(20 * 30 ** rng.random())
-        return {
-            "prompt": rng.integers(0, 96, length).tolist(),
-            "prefix": document,
-            "sampling": SAMPLING[rng.integers(5)],
-            "stop": ("xy", "z")[rng.integers(3) :],
-            "max_new_tokens": int(rng.integers(1, 49)),
-            "seed": int(rng.integers(2**32)),
-        }
-
-    requests, tokens, waiting, num_held, held = [], {}, 200, 0, []
-    while waiting or some_engine.has_unfinished:
-        while waiting and some_engine.num_waiting < 6:
-            requests.append(make_request())
-            waiting -= 1
-            assert some_engine.add(**requests[-1]) == len(requests) - 1
-        for output in some_engine.step():
-            tokens.setdefault(output.number, []).extend(output.tokens)
-            if output.finish_reason is not None and (num_held := num_held + 1) in (40, 200):
-                held.append(sum(x.nbytes for x in jax.live_arrays()))
-            elif output.finish_reason is None and rng.random() < 0.005:
-                some_engine.abort(output.number)
-    assert held[1] < 1.05 * held[0]
-    if policy is EXACT:  # of the others, the size of a row follows from the length of its answer, too
-        assert some_engine.num_programs <= 44
-    alone = cache.engine(rows=1)
-    for number, request in enumerate(requests):
-        alone.add(**request)
-        expected = [token for output in alone.run() for token in output.tokens]
-        assert tokens[number] == expected[: len(tokens[number])]
+        expected = tokens_alone(kind)
+        assert rows[number] == (expected if reasons[number] == "length" else expected[: len(rows[number])])

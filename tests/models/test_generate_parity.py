@@ -22,7 +22,7 @@ def generate_greedily(directory, prompts):
     return np.array(rows)
 
 
-def each(all_families, quick=("llama2", "llama31", "mistral", "qwen2", "qwen3", "gemma3", "gpt_oss", "qwen3_5")):
+def each(all_families, quick=("llama31", "gemma3", "gpt_oss", "qwen3_5")):
     """Returns test parameters; most are heavy, because test_parity compares the logits of all families."""
     return [
         pytest.param(family, marks=[] if family.name in quick else pytest.mark.heavy, id=family.name)

@@ -8,23 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import kvjax
 from kvjax_models import profile
 from kvjax_models.adapters import layers as adapter_layers
-from kvjax_models.model.llama import Llama
-from kvjax_models.runner import lowering, prefill
-from kvjax_models.runner.generator import Generator, prefill_together
+from kvjax_models.runner import prefill
+from kvjax_models.runner.generator import prefill_together
 from tests.models import tiny
 from tests.models.loops import decode_all
-from tests.models.support import compile_counts, key_data, small_config
+from tests.models.support import assert_equal_states, compile_counts
+from tests.models.test_generate import PROMPTS, model, start
+from tests.models.test_generate import make_generator as make_plain_generator
 
-VOCABULARY, CHUNK, PADDED = 128, 16, 80
+CHUNK, PADDED = 16, 80
 LENGTHS = (70, 33, 1)
-SIZES = {"vocab_size": VOCABULARY, "width": 32, "mlp_width": 64, "query_heads": 4, "kv_heads": 2, "head_dim": 16}
-CONFIG = small_config(**SIZES, max_length=512, layers=3, windows=(None, 20, None))
-PROMPTS = [np.random.default_rng(length).integers(0, VOCABULARY, length).tolist() for length in LENGTHS]
 POLICY = kvjax.KVzap(24, compact_every=8)
 
 
@@ -34,27 +31,13 @@ def cache_directory(tmp_path, monkeypatch):
 
 
 @functools.cache
-def model():
-    return Llama(CONFIG, rngs=nnx.Rngs(0))
-
-
-@functools.cache
 def scorer():
-    shape = CONFIG.layers, CONFIG.width + 2, CONFIG.kv_heads
-    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    return np.random.default_rng(0).normal(size=(3, 34, 2)).astype(np.float32)
 
 
 def make_generator(policy=POLICY, **changes):
-    sizes = {"batch": 3, "max_prompt_tokens": 70, "max_new_tokens": 40, "prefill_chunk": CHUNK, "scorer": scorer()}
-    return Generator(model(), policy, **sizes | changes)
-
-
-def start(generator):
-    return generator.prefill(generator.init_state(), PROMPTS)
-
-
-def assert_equal_states(state, other):
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(key_data(a), key_data(b)), state, other)
+    options = {"max_new_tokens": 40, "prefill_chunk": CHUNK, "scorer": scorer()}
+    return make_plain_generator(policy, **options | changes)
 
 
 def prefilled(chunk, with_scorer=True):
@@ -159,22 +142,13 @@ def test_generators_without_a_scorer_are_refused():
 
 
 def test_one_prefill_for_several_policies():
-    policies = POLICY, kvjax.Exact(8), kvjax.KVzip(24, compact_every=8), kvjax.KVzip(24, compact_every=8, sinks=2)
-    generators = [make_generator(policy) for policy in policies]
+    generators = [make_generator(policy) for policy in (POLICY, kvjax.Exact(8))]
     *_, states = prefill_together(generators, [generator.init_state() for generator in generators], PROMPTS)
     for generator, state in zip(generators, states, strict=True):
         assert_equal_states(state, start(generator))
-    other = make_generator(scorer=2 * scorer())
+    generators.append(make_generator(scorer=2 * scorer()))
     with pytest.raises(ValueError, match="generators that read one prompt need the same scorer"):
-        next(prefill_together([generators[0], other], [generators[0].init_state(), other.init_state()], PROMPTS))
-
-
-def test_programs_are_lowered_as_they_run():
-    generator = make_generator(max_new_tokens=24)
-    start(generator)
-    with compile_counts([prefill.prefill_layer, prefill.prefill_cache], [0, 0]):
-        for program in lowering.lower_prefill(generator, max(LENGTHS)):
-            program.compile()
+        next(prefill_together(generators, [generator.init_state() for generator in generators], PROMPTS))
 
 
 def test_generators_have_a_scorer_if_their_policy_requires_it(monkeypatch):

@@ -135,21 +135,16 @@ def test_ridge_regression_beats_the_mean_on_new_samples():
 
 
 def test_a_saved_profile_belongs_to_all_files_of_a_model(llm, measured):
+    """Files are read once until they change."""
     assert profile.find(llm.model) is None
     path = profile.save(llm.model, measured)
     graph, state = nnx.split(llm.model)
     narrow = nnx.merge(graph, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state))
     for model in (llm.model, narrow):
         assert_equal(profile.find(model), measured, rtol=1e-3, atol=1e-3)
-    assert profile.save(llm.model, profile.find(llm.model)) == path
-    assert_equal(profile.find(llm.model), measured, rtol=2e-3, atol=2e-3)
-
-
-def test_files_are_read_once_until_they_change(llm, measured):
-    path = profile.save(llm.model, measured)
     first = profile.find(llm.model)
     assert profile.find(llm.model) is first
-    profile.save(llm.model, dataclasses.replace(measured, scorer=None))
+    assert profile.save(llm.model, dataclasses.replace(first, scorer=None)) == path
     os.utime(path, ns=(0, 0))
     assert first.scorer is not None and profile.find(llm.model).scorer is None
 
@@ -160,15 +155,15 @@ def test_damaged_files_are_refused(llm, measured, tmp_path):
     with np.load(path) as file:
         arrays = dict(file)
 
-    def assert_refused():
+    def assert_refused(model=llm.model):
         with pytest.raises(ValueError, match="is not a profile of this model; remove it, or run `kvjax calibrate`"):
-            profile.find(llm.model)
+            profile.find(model)
 
     for content in (b"", b"no archive", intact[: len(intact) // 2], intact[:3000] + b"x" * 100 + intact[3100:]):
         path.write_bytes(content)
         assert_refused()
     needs = arrays["head_needs"]
-    changes = [
+    for change in (
         {"head_needs": needs[:, :2]},
         {"head_needs": needs + 2},
         {"head_needs": needs * np.nan},
@@ -178,46 +173,42 @@ def test_damaged_files_are_refused(llm, measured, tmp_path):
         {"header": np.asarray(json.dumps({"format": 99, "model": profile.profile_key(llm.model)}))},
         {"header": np.asarray("[]")},
         {"header": np.asarray([{}], object)},
-    ]
-    for change in changes:
+    ):
         np.savez(path, **arrays | change)
         assert_refused()
-    np.savez(path, **{name: array for name, array in arrays.items() if name != "query_norms"})
-    assert_refused()
-    np.savez(path, **{name: array for name, array in arrays.items() if name != "scorer"})
+    for missing in ("query_norms", "scorer"):
+        np.savez(path, **{name: array for name, array in arrays.items() if name != missing})
+        if missing == "query_norms":
+            assert_refused()
     assert profile.find(llm.model).scorer is None
     other = tiny.make_llm(layers=2).model
     path.rename(tmp_path / "profiles" / f"{profile.profile_key(other)}.npz")
-    with pytest.raises(ValueError, match="is not a profile of this model"):
-        profile.find(other)
+    assert_refused(other)
 
 
-def test_a_model_without_a_profile_is_measured_once(llm, monkeypatch):
+def test_a_model_without_a_profile_is_measured_once(llm, tmp_path, monkeypatch):
     monkeypatch.setattr(profile, "TOKENS", 100)
     assert profile.find_or_measure(llm.model, None) is None
-    found = profile.find_or_measure(llm.model, llm.tokenizer)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "file"))
+    found = profile.find_or_measure(llm.model, llm.tokenizer)  # cannot be saved, and is used
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
+    assert_equal(profile.find_or_measure(llm.model, llm.tokenizer), found)
     monkeypatch.setattr(profile, "measure", None)
     assert_equal(profile.find_or_measure(llm.model, llm.tokenizer), found, rtol=1e-3, atol=1e-3)
     assert profile.find_or_measure(llm.model, None) is not None
-    windows = Llama(small_config(layers=2, windows=(16, 16)), rngs=nnx.Rngs(0))
-    assert profile.find_or_measure(windows, llm.tokenizer) is None
-
-
-def test_a_profile_that_cannot_be_saved_is_used(llm, tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr(profile, "TOKENS", 100)
-    assert profile.find_or_measure(llm.model, llm.tokenizer).ranked_heads()
 
 
 def test_what_cannot_be_measured_is_refused(llm, monkeypatch):
     windows = Llama(small_config(layers=2, windows=(16, 16)), rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="every layer of the model has a sliding window"):
-        profile.measure(windows, llm.tokenizer)
-    with pytest.raises(ValueError, match="the texts have fewer than 64 tokens"):
-        profile.measure(llm.model, llm.tokenizer, ["short"])
-    with pytest.raises(ValueError, match="max_texts=0 must be at least 1"):
-        profile.measure(llm.model, llm.tokenizer, max_texts=0)
+    assert profile.find_or_measure(windows, llm.tokenizer) is None
+    for model, options, message in (
+        (windows, {}, "every layer of the model has a sliding window"),
+        (llm.model, {"texts": ["short"]}, "the texts have fewer than 64 tokens"),
+        (llm.model, {"max_texts": 0}, "max_texts=0 must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            profile.measure(model, llm.tokenizer, **options)
     monkeypatch.setattr(profile, "mesh_of", lambda _: object())
     with pytest.raises(ValueError, match="a profile is measured on a single device"):
         profile.measure(llm.model, llm.tokenizer)
@@ -237,29 +228,24 @@ def test_shipped_profiles_fit_their_models(path):
     np.testing.assert_allclose(needs[:, sorted(full)].mean(axis=(1, 2)), FRACTIONS, atol=1e-3)
 
 
-def test_calibration_texts_fill_all_chunks():
+def test_calibration_texts_fill_all_chunks_and_contain_no_text_of_an_evaluation():
     texts = profile.calibration_texts()
     assert len(texts) == 6 and all(len(text) > 39_000 for text in texts)  # at most 10 characters per token
     chunks = profile.make_chunks(tiny.make_llm().tokenizer, texts, profile.TOKENS, profile.TEXTS)
     assert len(chunks) == profile.TEXTS and {len(chunk) for chunk in chunks} == {profile.TOKENS}
-
-
-def test_calibration_texts_contain_no_text_of_an_evaluation():
-    everything = " ".join(profile.calibration_texts())
-    assert not [text for text in FORBIDDEN if text.lower() in everything.lower()]
-    assert not re.search(r"^#### \d", everything, re.MULTILINE)  # answers of GSM8K
+    everything = " ".join(texts).lower()
+    assert not [text for text in FORBIDDEN if text.lower() in everything]
+    assert not re.search(r"^#### \d", " ".join(texts), re.MULTILINE)  # answers of GSM8K
 
 
 def test_chunks_of_texts_take_turns():
     tokenizer = tiny.make_llm().tokenizer
-    bos, texts = list(tokenizer.prefix_ids), ["abcdefgh", "ABC", "12345678"]
-
-    def decode(chunks):
-        assert all(chunk[:1] == bos for chunk in chunks)
-        return [tokenizer.decode(chunk) for chunk in chunks]
-
-    assert decode(profile.make_chunks(tokenizer, texts, 4, 9)) == ["abc", "ABC", "123", "def", "456"]
-    assert decode(profile.make_chunks(tokenizer, texts, 6, 2)) == ["abcde", "ABC"]
+    texts = ["abcdefgh", "ABC", "12345678"]
+    for size, count, expected in ((4, 9, ["abc", "ABC", "123", "def", "456"]), (6, 2, ["abcde", "ABC"])):
+        chunks = profile.make_chunks(tokenizer, texts, size, count)
+        assert [tokenizer.decode(chunk, skip_special_tokens=False) for chunk in chunks] == [
+            f"{tiny.BOS}{text}" for text in expected
+        ]
 
 
 def test_the_command_saves_a_profile(tmp_path, capsys, cache_directory):

@@ -102,17 +102,16 @@ def test_samples_follow_the_distribution(options, kept):
     assert_follows(frequencies(options), expected)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        Sampling(1.0, repetition_penalty=1.8),
-        Sampling(1.0, repetition_penalty=0.6),
-        Sampling(1.0, presence_penalty=1.5),
-        Sampling(1.0, frequency_penalty=0.7),
-        Sampling(0.7, 8, 0.9, 0.05, 1.3, -0.5, -0.4),
-    ],
-    ids=str,
+PENALTIES = (
+    Sampling(1.0, repetition_penalty=1.8),
+    Sampling(1.0, repetition_penalty=0.6),
+    Sampling(1.0, presence_penalty=1.5),
+    Sampling(1.0, frequency_penalty=0.7),
+    Sampling(0.7, 8, 0.9, 0.05, 1.3, -0.5, -0.4),
 )
+
+
+@pytest.mark.parametrize("options", PENALTIES, ids=str)
 def test_penalties_follow_the_distribution(options):
     """A repetition penalty refers to prompt and answer, the others to the answer, each token once or by its count."""
     logits = np.random.default_rng(0).normal(size=12).astype(np.float32)
@@ -133,13 +132,11 @@ def test_penalties_apply_to_greedy_tokens_and_running_rows_only():
     assert rows.counts.tolist() == [[0, 3, 1, 0], [0] * 4, [0, 3, 1, 0]]
 
 
-def test_greedy_selects_the_first_of_ties():
+def test_ties():
+    """Greedy selects the first token, and top_k keeps exactly k."""
     logits = jnp.array([[0.0, 2.0, 2.0], [3.0, 1.0, 2.0]])
     keys = jax.random.split(jax.random.key(0), 2)
     np.testing.assert_array_equal(sample(logits, keys, make_rows(*[Sampling()] * 2, vocab_size=3)).token, [1, 0])
-
-
-def test_top_k_keeps_exactly_k_of_equal_logits():
     observed = frequencies(Sampling(1.0, top_k=2), np.zeros(4, np.float32))
     np.testing.assert_allclose(observed, [0.5, 0.5, 0, 0], atol=0.02)
 
@@ -220,31 +217,24 @@ def test_is_finite_finds_invalid_rows(bad):
     np.testing.assert_array_equal(is_finite(logits), [True, False, True])
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"temperature": -0.1}, "temperature=-0.1"),
-        ({"temperature": 1e-31}, "temperature=1e-31"),
-        ({"temperature": float("nan")}, "temperature=nan"),
-        ({"temperature": float("inf")}, "temperature=inf"),
-        ({"temperature": True}, "temperature=True"),
-        ({"top_k": 0}, "top_k=0"),
-        ({"top_k": 2.5}, "top_k=2.5"),
-        ({"top_p": 0.0}, "top_p=0.0"),
-        ({"top_p": 1.1}, "top_p=1.1"),
-        ({"min_p": 0}, "min_p=0"),
-        ({"min_p": float("nan")}, "min_p=nan"),
-        ({"repetition_penalty": 0}, "repetition_penalty=0"),
-        ({"repetition_penalty": float("inf")}, "repetition_penalty=inf"),
-        ({"presence_penalty": 2.1}, "presence_penalty=2.1"),
-        ({"frequency_penalty": float("nan")}, "frequency_penalty=nan"),
-        ({"logprobs": 21}, "logprobs=21"),
-        ({"logprobs": True}, "logprobs=True"),
-    ],
-)
-def test_invalid_parameters_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Sampling(**arguments)
+NAN, INFINITY = float("nan"), float("inf")
+INVALID = {
+    "temperature": [-0.1, 1e-31, NAN, INFINITY, True],
+    "top_k": [0, 2.5],
+    "top_p": [0.0, 1.1],
+    "min_p": [0, NAN],
+    "repetition_penalty": [0, INFINITY],
+    "presence_penalty": [2.1],
+    "frequency_penalty": [NAN],
+    "logprobs": [21, True],
+}
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_parameters_are_refused(name):
+    for value in INVALID[name]:
+        with pytest.raises(ValueError, match=f"{name}={value}"):
+            Sampling(**{name: value})
 
 
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -264,33 +254,20 @@ def test_invalid_arrays_are_refused(logits, keys, message):
         sample(logits, keys, make_rows(*[Sampling(1.0)] * 3))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        Sampling(0.8, 5),
-        Sampling(0.8, top_p=0.7),
-        Sampling(0.8, top_p=0.3),
-        Sampling(0.8, 7, 0.8),
-        Sampling(0.8, min_p=0.15),
-        Sampling(1.0, repetition_penalty=1.7),
-        Sampling(0.8, 9, 0.9, 0.1, 1.3),
-    ],
-    ids=str,
-)
-def test_distributions_equal_transformers(options):
+def test_the_reference_equals_transformers():
     torch = pytest.importorskip("torch")
     process = pytest.importorskip("transformers.generation.logits_process")
     logits = np.random.default_rng(0).normal(size=(1, 20)).astype(np.float32)
-    scores, tokens = torch.from_numpy(logits), torch.tensor([PROMPT + ANSWER])
-    if options.repetition_penalty != 1:
-        scores = process.RepetitionPenaltyLogitsProcessor(options.repetition_penalty)(tokens, scores)
-    scores = process.TemperatureLogitsWarper(options.temperature)(tokens, scores)
-    for value, warper in (
-        (options.top_k, process.TopKLogitsWarper),
-        (options.top_p, process.TopPLogitsWarper),
-        (options.min_p, process.MinPLogitsWarper),
-    ):
-        scores = scores if value is None else warper(value)(tokens, scores)
-    expected = torch.softmax(scores, -1).numpy()[0]
-    np.testing.assert_allclose(distribution(logits[0], options, PROMPT, ANSWER), expected, atol=1e-6)
-    assert_follows(frequencies(options, logits[0], prompt=PROMPT, answer=ANSWER), expected)
+    for options in (Sampling(0.8, top_p=0.3), Sampling(0.8, 7, 0.8), Sampling(0.8, 9, 0.9, 0.1, 1.3)):
+        processors = [
+            process.RepetitionPenaltyLogitsProcessor(options.repetition_penalty),
+            process.TemperatureLogitsWarper(options.temperature),
+            process.TopKLogitsWarper(options.top_k or 20),
+            process.TopPLogitsWarper(options.top_p),
+            process.MinPLogitsWarper(options.min_p or 0.0),
+        ]
+        scores = torch.from_numpy(logits)
+        for processor in processors:
+            scores = processor(torch.tensor([PROMPT + ANSWER]), scores)
+        expected = torch.softmax(scores, -1).numpy()[0]
+        np.testing.assert_allclose(distribution(logits[0], options, PROMPT, ANSWER), expected, atol=1e-6)

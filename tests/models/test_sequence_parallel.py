@@ -2,32 +2,26 @@
 devices is started by `test_generate_sharded`."""
 
 import dataclasses
-import functools
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 import kvjax
-from experiments.common.compiled import collectives, large_outputs
 from kvjax_models.model import flash_attention
-from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
 from kvjax_models.runner import lowering, prefill
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.sequence_parallel import CHUNK_SPEC, chunk_size
 from kvjax_models.sharding import KV_SPEC, mesh_of, replicate, shard_model
 from tests.kvjax import support
-from tests.models.loops import decode_all
-from tests.models.test_generate_sharded import needs_devices, run_two_processes, starts_processes
+from tests.models import meshes
+from tests.models.meshes import heavy, needs_devices, run_two_processes, starts_processes
+from tests.models.support import written_arrays
 
-heavy = functools.partial(pytest.param, marks=pytest.mark.heavy)
-CONFIG = LlamaConfig(
-    vocab_size=40, width=32, mlp_width=16, layers=2, query_heads=8, kv_heads=4, head_dim=8, max_length=4096
-)
+CONFIG = dataclasses.replace(meshes.CONFIG, mlp_width=16, max_length=4096)
 SINKS_AND_CAP = {"attention_sinks": True, "attention_logit_cap": 5.0, "windows": (40, None)}
 EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_width": 16, "mlp_bias": True}
 NORMS = {"norms": "sandwich", "query_key_norm": True, "joint_query_key_norm": True, "windows": (None, 100)}
@@ -43,6 +37,7 @@ KVZIP = kvjax.KVzip(40, recent=8, compact_every=8, chunk_tokens=100, instruction
 KVZAP = kvjax.KVzap(40, recent=8, compact_every=8)
 KVGRAD = kvjax.KVgrad(40, recent=8, compact_every=8, chunk_tokens=100)
 CHUNK, LENGTHS = 16, [300, 512]
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective")
 
 
 def random_model(query_heads, kv_heads, options=None, dtype=jnp.float32):
@@ -175,9 +170,7 @@ def generate(model, name):
     prompts = [np.random.default_rng(row).integers(0, 40, length).tolist() for row, length in enumerate((420, 130))]
     sizes = {"batch": 2, "max_prompt_tokens": 512, "max_new_tokens": 16, "prefill_chunk": CHUNK}
     generator = Generator(model, policy, **sizes, scorer=make_scorer(model.config.kv_heads))
-    rows, state = decode_all(generator, generator.prefill(generator.init_state(3), prompts), 8)
-    logits = np.asarray(multihost_utils.process_allgather(state.logits, tiled=True))
-    return generator.padding_multiple(420), rows, logits
+    return generator.padding_multiple(420), *meshes.generate(generator, prompts, 8)
 
 
 @needs_devices
@@ -191,7 +184,6 @@ def test_tokens_and_logits_equal_those_of_one_device(name):
 
 GENERATE = """
 from tests.models import test_sequence_parallel as tests
-from tests.models.loops import decode_all
 
 model = tests.shard_model(tests.random_model(6, 2), tests.kvjax.make_mesh(2, tensor=8))
 print(json.dumps(tests.generate(model, "snapkv")[:2]))
@@ -227,17 +219,16 @@ def test_prompts_that_devices_do_not_divide_are_replicated(count, shape):
 @needs_devices
 def test_predicted_scores_with_tensor_parallelism():
     """The prompts are too short for sequence parallelism; scores are sharded along heads."""
-    model, mesh, tokens = random_model(8, 4), kvjax.make_mesh(4, tensor=8), np.arange(120).reshape(2, 60) % 40
-    for each in zip(*(layers_with_scores(one, tokens) for one in (model, shard_model(model, mesh))), strict=True):
-        expected, actual = (layer.predicted_scores for layer in each)
+    model, mesh, lengths = random_model(8, 4), kvjax.make_mesh(4, tensor=8), jnp.array([60, 33])
+    tokens, results = np.arange(120).reshape(2, 60) % 40, []
+    for one in (model, shard_model(model, mesh)):
+        assert chunk_size(one, mesh_of(one), 2, 60, 20) == 20
+        scorer = replicate(make_scorer(4), mesh_of(one))
+        layers = prefill.prefill_layers(one, tokens, lengths, 20, [0, 0], scorer=scorer)
+        results.append([layer.predicted_scores for layer in layers])
+    for expected, actual in zip(*results, strict=True):
         np.testing.assert_allclose(actual, expected, atol=2e-4)
         assert actual.sharding.is_equivalent_to(NamedSharding(mesh, KV_SPEC), 3)
-
-
-def layers_with_scores(model, tokens):
-    scorer, lengths = replicate(make_scorer(4), mesh_of(model)), jnp.array([60, 33])
-    assert chunk_size(model, mesh_of(model), 2, 60, 20) == 20
-    return prefill.prefill_layers(model, tokens, lengths, 20, [0, 0], scorer=scorer)
 
 
 @needs_devices
@@ -247,7 +238,7 @@ def test_no_device_holds_or_sends_the_residual_stream(heads):
     model = shard_model(Llama(config, rngs=nnx.Rngs(0)), kvjax.make_mesh(heads[1], tensor=8))
     sizes = {"batch": 1, "max_prompt_tokens": 32768, "max_new_tokens": 64, "prefill_chunk": 64}
     compiled = lowering.lower_prefill(Generator(model, kvjax.Exact(), **sizes), 32768)[0].compile()
-    text, stream_bytes = compiled.as_text(), 32768 * 256 * 4
-    assert not large_outputs(text, stream_bytes // 2)
-    assert max(collective.bytes for collective in collectives(text)) <= stream_bytes // 8
+    stream_bytes, written = 32768 * 256 * 4, written_arrays(compiled)
+    assert max(size for _, size in written) < stream_bytes // 2
+    assert max(size for opcode, size in written if opcode.startswith(COLLECTIVES)) <= stream_bytes // 8
     assert compiled.memory_analysis().temp_size_in_bytes < stream_bytes // 2

@@ -10,25 +10,15 @@ import kvjax
 from kvjax.budget import Budget, SmallBudgetWarning, fit_bytes, fit_share, limited_bytes
 from kvjax.registry import POLICIES
 from kvjax.spec import TILE
-from kvjax_models.profile import FRACTIONS, Profile
 from kvjax_models.runner import auto_policy
 from tests.kvjax.support import make_spec
 from tests.models import tiny
+from tests.models.support import make_profile
 
 TEXT = "My cat is called Bo."
-NAMES = [name for name in POLICIES if name != "exact"]
 # One policy per kind of store that a short text may be held in.
-RUN = (
-    "auto",
-    "snapkv",
-    "snapkv:heads=auto",
-    "chelsea:heads=auto",
-    "balancekv",
-    "subgen_mean",
-    "clusterkv",
-    "h2o",
-    "quest",
-)
+NAMES = ("snapkv", "chelsea", "balancekv", "subgen_mean", "clusterkv", "h2o", "quest", "uniform", "streaming_llm")
+RUN = ("auto", "snapkv", "balancekv", "quest")
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +29,7 @@ def llm():
 @pytest.fixture(autouse=True)
 def profile(monkeypatch):
     """A profile without scorer, in place of one that is measured."""
-    needs = np.tile(np.linspace(0.1, 0.9, 4).reshape(2, 2), (len(FRACTIONS), 1, 1))
-    profile = Profile(needs, np.zeros(0), None, *(np.zeros(0),) * 3)
+    profile = make_profile(np.linspace(0.1, 0.9, 4).reshape(2, 2), scorer=None)
     monkeypatch.setattr("kvjax_models.profile.find_or_measure", lambda *_, **__: profile)
 
 
@@ -58,9 +47,8 @@ def test_a_share_of_a_short_text_holds_the_smallest_cache(name, tokens, share):
     assert held <= limited_bytes(full, spec)
     if policy != full:
         assert policy.budget % TILE == 0
-        with pytest.raises(
-            ValueError, match="budget|slots|limit|recent"
-        ):  # no smaller one has a slot to choose tokens for
+        # No smaller one has a slot to choose tokens for.
+        with pytest.raises(ValueError, match="budget|slots|limit|recent"):
             limited_bytes(make(policy.budget - TILE - 1), spec)
 
 
@@ -72,7 +60,7 @@ def test_a_larger_share_holds_no_less(llm, name):
         assert held == sorted(held)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES[:4])
 def test_a_share_of_a_long_text_is_as_before(name):
     spec = make_spec(prompt=4000, new=64)
     limit = spec.full_cache_bytes(4064) // 4
@@ -81,22 +69,17 @@ def test_a_share_of_a_long_text_is_as_before(name):
 
 
 @pytest.mark.parametrize("budget", ["3%", "25%", "100%"])
-@pytest.mark.parametrize("heads", [None, "auto"])
-@pytest.mark.parametrize("name", [*NAMES, "auto"])
+@pytest.mark.parametrize(("name", "heads"), [(name, "auto") for name in NAMES[:5]] + [("quest", None), ("auto", None)])
 def test_sizes_say_what_is_held(llm, name, heads, budget):
-    if (heads and name == "auto") or name == "kvzap":
-        pytest.skip("auto has heads; KVzap needs a scorer")
     generator = llm.cache(name, budget, heads=heads).document_generator(21, 64)
     full = sum(spec.full_cache_bytes(21) for spec in generator.specs)
     described = generator.describe_share({"cache_bytes": generator.row_bytes, "full_cache_bytes": full}, 21)
-    if budget == "3%":
-        assert generator.is_short
+    assert budget != "3%" or generator.is_short
     if generator.is_short:
         assert re.fullmatch(r"holds ([5-9]\d|100)%: the text is short", described)  # 16 slots on average, in tiles
     else:
         bytes_limited = sum(map(limited_bytes, generator.policies, generator.specs))
-        assert bytes_limited <= float(budget[:-1]) / 100 * full
-        assert "full bfloat16 cache" in described
+        assert bytes_limited <= float(budget[:-1]) / 100 * full and "full bfloat16 cache" in described
 
 
 @pytest.mark.parametrize("policy", RUN)
@@ -112,63 +95,50 @@ def test_every_way_to_answer_takes_a_short_text(llm, policy):
     assert many.text == completion.text
 
 
-def test_a_short_text_that_is_held_entirely_answers_as_the_full_cache(llm):
+def test_a_short_text_that_is_held_entirely_answers_as_the_full_cache(llm, tmp_path):
     document = llm.cache("chelsea", "25%").read(TEXT, max_new_tokens=64)
     assert "holds 100%: the text is short" in repr(document)
-    assert document.ask("Who?", max_new_tokens=8) == llm.cache().read(TEXT, max_new_tokens=64).ask(
-        "Who?", max_new_tokens=8
-    )
-
-
-def test_a_saved_document_says_what_it_holds(llm, tmp_path):
-    document = llm.cache("snapkv", "25%").read(TEXT, max_new_tokens=64)
+    full = llm.cache().read(TEXT, max_new_tokens=64)
+    assert document.ask("Who?", max_new_tokens=8) == full.ask("Who?", max_new_tokens=8)
     document.save(tmp_path)
-    restored = llm.open(tmp_path)
-    assert repr(restored) == repr(document) and "the text is short" in repr(restored)
+    assert repr(llm.open(tmp_path)) == repr(document)
 
 
-def test_budgets_in_bytes_and_slots_are_strict(llm):
-    for budget, message in (
-        ("500B", "limit=250 bytes .* too small"),
-        ("8 slots", "budget=8 slots cannot hold"),
-        (8, "=8 "),
-    ):
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [("500B", "limit=250 bytes .* too small"), ("8 slots", "budget=8 slots cannot hold"), (8, "=8 ")],
+)
+def test_budgets_in_bytes_and_slots_are_strict(llm, budget, message):
+    for call in (llm.cache("snapkv", budget).read, lambda text: llm.generate(text, "snapkv", budget, max_new_tokens=4)):
         with pytest.raises(ValueError, match=message):
-            llm.cache("snapkv", budget).read(TEXT)
-        with pytest.raises(ValueError, match=message):
-            llm.generate(TEXT, "snapkv", budget, max_new_tokens=4)
+            call(TEXT)
 
 
-def test_a_long_text_has_its_share(llm):
+def test_descriptions_of_longer_texts(llm):
     document = llm.cache("snapkv", "25%").read(TEXT * 30, max_new_tokens=64)
     assert not document.prefix.generator.is_short and document.cache_bytes <= document.full_cache_bytes / 4
     assert "% of a full bfloat16 cache" in repr(document)
-
-
-def test_a_cache_that_is_larger_than_a_full_one_says_bytes(llm):
-    """A full cache of a short text, in float32 and in tiles of 16 slots."""
+    # A full cache of a short text, in float32 and in tiles of 16 slots, is larger than a full one in bfloat16.
     assert "24,592 bytes, a full bfloat16 cache takes 11.8 KiB" in repr(llm.cache().read(TEXT * 2, max_new_tokens=64))
 
 
-@pytest.mark.parametrize("text", ["", " \n", [], ()])
-def test_an_empty_text_is_refused(llm, text):
-    with pytest.raises(ValueError, match="the text is empty; pass a text, messages or token ids"):
-        llm.cache("auto", "25%").read(text)
+def test_an_empty_text_is_refused(llm):
+    for text in ("", " \n", [], ()):
+        with pytest.raises(ValueError, match="the text is empty; pass a text, messages or token ids"):
+            llm.cache("auto", "25%").read(text)
 
 
 def test_the_name_of_a_file_gets_a_hint(llm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("A book.")
     (tmp_path / "directory").mkdir()
-    cache = llm.cache()
+    cache, message = llm.cache(), r"the text 'book.txt' is the name of a file, which is not read; .*read_text"
     for call in (
         cache.read,
         lambda text: cache.generate(text, max_new_tokens=2),
         lambda text: next(cache.stream(text)),
     ):
-        with pytest.warns(
-            UserWarning, match=r"the text 'book.txt' is the name of a file, which is not read; .*read_text"
-        ):
+        with pytest.warns(UserWarning, match=message):
             call("book.txt")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -182,7 +152,6 @@ def test_one_warning_for_a_small_budget(llm):
         cache = llm.cache("uniform:recent=2", 25)
         for _ in range(2):
             cache.read(TEXT * 30, max_new_tokens=32).ask("Who?", max_new_tokens=2)
-            cache.generate(TEXT * 40, max_new_tokens=2)
         llm.cache("quest", 32).generate(TEXT * 30, max_new_tokens=2)  # which holds every token
         cache.read(TEXT)
         llm.cache("snapkv", "1%").read(TEXT)

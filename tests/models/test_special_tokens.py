@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from kvjax_models import formats
-from kvjax_models.cli.chat import Chat, Conversation
 from kvjax_models.fingerprint import tokenizer_fingerprint
 from kvjax_models.formats.special_tokens import MARK, SpecialTokens
 from kvjax_models.formats.tokenizer import Tokenizer
@@ -181,14 +180,3 @@ def test_documents_questions_and_prompts_of_a_model():
     assert parsing.encode(text).count(eos) == 1
     assert tokenizer_fingerprint(parsing.tokenizer) == tokenizer_fingerprint(llm.tokenizer)  # of saves
     assert parsing.cache().read(text, max_new_tokens=128).tokens.count(eos) == 1
-
-
-def test_turns_of_the_chat_command_continue_after_special_tokens_as_text():
-    end = f"{{% if message.role == 'assistant' %}}{tiny.EOS}{{% endif %}}"  # as in real templates
-    llm = tiny.make_llm(tiny.TEMPLATE.replace("{{ message.content }}", f"{{{{ message.content }}}}{end}"))
-    conversation = Conversation(llm, Chat(policy="exact", context_tokens=512, max_new_tokens=8))
-    for turn in (f"Who wrote {tiny.EOS}?", "And <", f"{tiny.BOS}?"):
-        text = llm.tokenizer.render_chat([*conversation.messages, {"role": "user", "content": turn}])
-        assert conversation.prefix is None or text.startswith(conversation._text)
-        answer = "".join(conversation.answer(turn))
-        assert answer == "".join(llm.cache().stream(conversation.messages[:-1], max_new_tokens=8))
