@@ -440,3 +440,48 @@ def test_random_operations_change_no_tokens():
     for number, kind in kinds.items():
         expected = tokens_alone(kind)
         assert rows[number] == (expected if reasons[number] == "length" else expected[: len(rows[number])])
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(
+    "policy", [EXACT, kvjax.StreamingLLM(64, compact_every=PERIOD)], ids=["exact", "streaming_llm"]
+)
+def test_many_mixed_requests_need_few_programs_and_no_further_memory(policy):
+    """Prompts of 20 to 600 tokens and questions to four documents; every answer is the one alone."""
+    rng, cache = np.random.default_rng(1), llm().cache(policy)
+    lengths = (40, 150, 300, 600)
+    documents = [cache.read(rng.integers(0, 96, length).tolist(), max_new_tokens=96) for length in lengths]
+    some_engine = cache.engine(rows=8, max_prefill_tokens=512, stream_interval=4)
+
+    def make_request():
+        document = documents[rng.integers(4)] if rng.random() < 0.5 else None
+        length = int(rng.integers(1, 40)) if document is not None else int(20 * 30 ** rng.random())
+        return {
+            "prompt": rng.integers(0, 96, length).tolist(),
+            "prefix": document,
+            "sampling": SAMPLING[rng.integers(5)],
+            "stop": ("xy", "z")[rng.integers(3) :],
+            "max_new_tokens": int(rng.integers(1, 49)),
+            "seed": int(rng.integers(2**32)),
+        }
+
+    requests, tokens, waiting, num_held, held = [], {}, 200, 0, []
+    while waiting or some_engine.has_unfinished:
+        while waiting and some_engine.num_waiting < 6:
+            requests.append(make_request())
+            waiting -= 1
+            assert some_engine.add(**requests[-1]) == len(requests) - 1
+        for output in some_engine.step():
+            tokens.setdefault(output.number, []).extend(output.tokens)
+            if output.finish_reason is not None and (num_held := num_held + 1) in (40, 200):
+                held.append(sum(x.nbytes for x in jax.live_arrays()))
+            elif output.finish_reason is None and rng.random() < 0.005:
+                some_engine.abort(output.number)
+    assert held[1] < 1.05 * held[0]
+    if policy is EXACT:  # of the others, the size of a row follows from the length of its answer, too
+        assert some_engine.num_programs <= 44
+    alone = cache.engine(rows=1)
+    for number, request in enumerate(requests):
+        alone.add(**request)
+        expected = [token for output in alone.run() for token in output.tokens]
+        assert tokens[number] == expected[: len(tokens[number])]
