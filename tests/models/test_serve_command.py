@@ -126,7 +126,8 @@ def test_the_log_of_the_command_and_its_end_at_sigterm(tmp_path):
 @pytest.mark.heavy
 def test_documents_survive_kill_9(tmp_path):
     directory = tmp_path / "documents"
-    options = [f"--model={tiny.directory()}", f"--documents_dir={directory}", "--policy=exact", *SIZES]
+    options = [f"--model={tiny.directory()}", f"--documents_dir={directory}", "--policy=exact", "--warm_up=false"]
+    options += ["--max_prompt_tokens=256", "--max_new_tokens=64"]
     text, names, answers = "A long text about ships. " * 6, ["first"], set()
     for run in range(3):
         with run_command(*options) as (client, process):
