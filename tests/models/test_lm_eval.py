@@ -6,18 +6,16 @@ import json
 import numpy as np
 import pytest
 
-from experiments.tasks import longeval
-from experiments.tasks.task import Request
-from kvjax_models.formats.huggingface_tokenizer import load_tokenizer
 from kvjax_models.language_model import load
+from kvjax_models.runner.generator import Generator
 from tests.models import tiny
 
 lm_eval = pytest.importorskip("lm_eval")
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
+kvjax_lm_eval = pytest.importorskip("kvjax_models.lm_eval")  # registers the model
 
 DIRECTORY = tiny.directory()
-NUM_PROBLEMS = 6
+NUM_PROBLEMS, NUM_LINES = 6, 24
+END = "Now the record is over."
 TASKS = {
     "local_answers": {
         "output_type": "generate_until",
@@ -46,14 +44,13 @@ TASKS = {
 def tasks(tmp_path_factory):
     """A manager of `TASKS` with problems of line retrieval."""
     folder = tmp_path_factory.mktemp("tasks")
-    tokenizer = load_tokenizer(DIRECTORY)
     lines = []
     for number in range(NUM_PROBLEMS):
-        document = longeval.generate_lines(np.random.default_rng(number), 1, Request(tokenizer, 700))
-        [question] = document.questions
-        choices = [f" {question.answers[0]}", " 1", " nothing"]
-        fields = {"context": document.context.strip(), "prompt": document.context + question.text}
-        lines.append({**fields, "answer": question.answers[0], "choices": choices})
+        codes = np.random.default_rng(number).integers(1000, 10_000, NUM_LINES)
+        context = "Remember:\n" + "".join(f"line {line}: the code is {code}\n" for line, code in enumerate(codes))
+        prompt, answer = f"{context}\n{END} Which code is in line {3 * number}?", str(codes[3 * number])
+        choices = [f" {answer}", " 1", " nothing"]
+        lines.append({"context": context.strip(), "prompt": prompt, "answer": answer, "choices": choices})
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "data.jsonl")}}}
     for name, task in TASKS.items():  # JSON is YAML
@@ -67,8 +64,6 @@ def tasks(tmp_path_factory):
 
 def evaluate(tasks, model, names=tuple(TASKS), **options):
     """Returns the metrics and the responses of each task."""
-    from kvjax_models import lm_eval as _register_model  # noqa: F401
-
     results = lm_eval.simple_evaluate(
         model, options, tasks=list(names), task_manager=tasks, log_samples=True, bootstrap_iters=0
     )
@@ -77,6 +72,8 @@ def evaluate(tasks, model, names=tuple(TASKS), **options):
 
 
 def test_exact_equals_the_transformers_model(tasks):
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
     options = {"batch_size": 4, "dtype": "float32", "device": "cpu"}
     ours, our_responses = evaluate(tasks, "kvjax", path=str(DIRECTORY), **options)
     options["pretrained"] = str(DIRECTORY)
@@ -94,28 +91,16 @@ def test_exact_equals_the_transformers_model(tasks):
             assert float(log_prob) == pytest.approx(float(expected), abs=1e-3) and is_greedy == expected_greedy
 
 
-# Options, and the end of the compressed context.
-SPLITS = {
-    "entire": ({}, lambda line: len(line["prompt"])),
-    "split_at": ({"split_at": "Now the record"}, lambda line: line["prompt"].rfind("Now the record")),
-    "context_field": (
-        {"context_field": "context"},
-        lambda line: line["prompt"].rfind(line["context"]) + len(line["context"]),
-    ),
-}
-
-
-def test_compressed_caches(tasks):
-    options = {"path": str(DIRECTORY), "policy": "uniform:recent=16", "budget": "60%", "batch_size": 4}
-    metrics, _ = evaluate(tasks, "kvjax", **options, split_at="Now the record")
-    assert 0 <= metrics["local_choices"]["acc,none"] <= 1
-    assert np.isfinite(metrics["local_text"]["word_perplexity,none"])
-
-
-@pytest.mark.parametrize("split, find_end", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize(
+    ("split", "find_end"),
+    [
+        ({}, lambda line: len(line["prompt"])),
+        ({"split_at": END}, lambda line: line["prompt"].index(END)),
+        ({"context_field": "context"}, lambda line: len(line["context"])),
+    ],
+    ids=["entire", "split_at", "context_field"],
+)
 def test_options_of_a_question_equal_continuations_of_its_prefix(tasks, split, find_end, monkeypatch):
-    from kvjax_models.runner.generator import Generator
-
     prefills = []
     original = Generator.prefill
     monkeypatch.setattr(
@@ -140,10 +125,15 @@ def test_options_of_a_question_equal_continuations_of_its_prefix(tasks, split, f
             assert float(log_prob) == pytest.approx(float(log_probs[len(question) :].sum()), abs=1e-3)
 
 
-def test_apply_chat_template():
-    from kvjax_models.lm_eval import KvjaxLM
+def test_compressed_caches(tasks):
+    options = {"path": str(DIRECTORY), "policy": "uniform:recent=16", "budget": "60%", "batch_size": 4}
+    metrics, _ = evaluate(tasks, "kvjax", **options, split_at=END)
+    assert 0 <= metrics["local_choices"]["acc,none"] <= 1
+    assert np.isfinite(metrics["local_text"]["word_perplexity,none"])
 
-    lm = KvjaxLM(str(DIRECTORY))
+
+def test_apply_chat_template():
+    lm = kvjax_lm_eval.KvjaxLM(str(DIRECTORY))
     template = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     template += "{% if add_generation_prompt %}<assistant>{% endif %}"
     bos = lm.tokenizer.backend.id_to_token(lm.prefix_token_id)
@@ -159,32 +149,20 @@ def test_apply_chat_template():
     assert lm.apply_chat_template(messages, add_generation_prompt=False) == prefilled + "So"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_invalid_options_and_requests_are_refused(tasks):
+    path = str(DIRECTORY)
+    for options, message in (
         ({"batch_size": "auto"}, "batch_size='auto' must be a positive integer"),
         ({"max_length": 9000}, "max_length=9000 must be between"),
         ({"policy": "subgen"}, "policy subgen needs a budget"),
         ({"split_at": "Q:", "context_field": "text"}, "exclude each other"),
-    ],
-)
-def test_invalid_options(options, message):
-    from kvjax_models.lm_eval import KvjaxLM
-
-    with pytest.raises(ValueError, match=message):
-        KvjaxLM(str(DIRECTORY), **options)
-
-
-@pytest.mark.parametrize("split", [{"split_at": "Question:"}, {"context_field": "passage"}], ids=["words", "field"])
-def test_prompts_without_the_context_are_refused(tasks, split):
-    with pytest.raises(ValueError, match=r"(split_at='Question:'|context_field='passage') is not in the prompt"):
-        evaluate(tasks, "kvjax", names=["local_choices"], path=str(DIRECTORY), **split)
-
-
-def test_invalid_requests():
-    from kvjax_models.lm_eval import KvjaxLM, parse_generation_kwargs
-
+    ):
+        with pytest.raises(ValueError, match=message):
+            kvjax_lm_eval.KvjaxLM(path, **options)
+    for split in ({"split_at": "Question:"}, {"context_field": "passage"}):
+        with pytest.raises(ValueError, match=r"(split_at='Question:'|context_field='passage') is not in the prompt"):
+            evaluate(tasks, "kvjax", names=["local_choices"], path=path, **split)
     with pytest.raises(ValueError, match="generation parameters num_beams are not supported; supported: "):
-        parse_generation_kwargs({"num_beams": 4}, 16)
+        kvjax_lm_eval.parse_generation_kwargs({"num_beams": 4}, 16)
     with pytest.raises(ValueError, match="9000 tokens after the prompt must be fewer than max_length"):
-        KvjaxLM(str(DIRECTORY))._split_context([1], 9000)
+        kvjax_lm_eval.KvjaxLM(path)._split_context([1], 9000)

@@ -1,19 +1,15 @@
 """Turns of a conversation continue from the cache of the turn before, over loopback."""
 
 import contextlib
-import dataclasses
-import http.client
-import json
 
 import pytest
 
-from kvjax_models.runner.sampling import Sampling
-from tests.models import tiny
-from tests.models.loops import decode_all
-from tests.models.serving import MODEL, Server, wait_until
+from tests.models import serving, tiny
+from tests.models.serving import CHAT, DOCUMENTS, Server, body, is_idle, open_request, user, wait_until
 
-CHAT = "/v1/chat/completions"
 QUESTIONS = ("Which ships left the harbor?", "When?", "Why so early?")
+TEXT = "A long text about ships. " * 6
+LONG = (*QUESTIONS, "Where to?", "Who knows?", "Is it true?")
 # As in real templates, an end token follows every answer, also one of the maximum length.
 TEMPLATE = tiny.TEMPLATE.replace(
     "{{ message.content }}", f"{{{{ message.content }}}}{{% if message.role == 'assistant' %}}{tiny.EOS}{{% endif %}}"
@@ -32,25 +28,14 @@ def server(llm):
         yield one
 
 
-def ask(server, messages, headers=None, **options):
+def ask(server, messages, headers=None, stream=False, **options):
     """Returns the answers of all choices, and the usage."""
-    data = {"model": MODEL, "messages": messages, **SAMPLED, **options}
-    if not data.get("stream"):
-        status, answer = server.request("POST", CHAT, data, headers)
-        assert status == 200, answer
-        return [choice["message"]["content"] for choice in answer["choices"]], answer["usage"]
-    status, events = server.stream(CHAT, **data, stream_options={"include_usage": True})
-    assert status == 200, events
-    deltas = [event["choices"][0]["delta"].get("content", "") for event in events[:-2]]
-    return ["".join(deltas)], events[-2]["usage"]
+    choices, usage = serving.ask(server, CHAT, stream, messages, headers, **SAMPLED | options)
+    return [text for text, *_ in choices], usage
 
 
 def num_cached(usage):
     return usage["prompt_tokens_details"]["cached_tokens"]
-
-
-def user(text):
-    return {"role": "user", "content": text}
 
 
 def assistant(text):
@@ -76,14 +61,13 @@ def assert_continued(usages, first=0):
         expected = usage["total_tokens"]
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_turn_reads_only_its_new_tokens(server, stream):
+def test_a_turn_reads_only_its_new_tokens(server):
     before = server.metric("kvjax_prompt_tokens_total")
-    messages, usages = converse(server, (f"Streamed: {stream}. {QUESTIONS[0]}", *QUESTIONS[1:]), stream=stream)
+    messages, usages = converse(server, LONG, stream=True)
     assert_continued(usages)
     read = server.metric("kvjax_prompt_tokens_total") - before
     assert read == sum(usage["prompt_tokens"] - num_cached(usage) for usage in usages) < usages[-1]["prompt_tokens"]
-    for seed in range(3):  # the full cache has the same entries, however they came into it
+    for seed in (0, 1, 5):  # the full cache has the same entries, however they came into it
         [text], usage = ask(server, messages[: 2 * seed + 1], seed=seed, reuse=False)
         assert text == messages[2 * seed + 1]["content"] and num_cached(usage) == 0
     # A turn can be continued many times, and its choices, too.
@@ -93,70 +77,38 @@ def test_a_turn_reads_only_its_new_tokens(server, stream):
     assert all(num_cached(usage) > usages[0]["total_tokens"] for _, usage in texts)
 
 
-@pytest.mark.parametrize("policy", ["streaming_llm", "clustergen"])
-def test_compressed_turns_equal_an_uninterrupted_conversation(llm, policy):
-    cache = llm.cache(policy, 24)
-    settings = {"max_new_tokens": 128, "rows": 2}
-    with Server(cache, settings) as server:
-        messages, usages = converse(server, temperature=0, reuse=True)
-        generator = cache.rows(len(llm.encode(messages[:1])), 128)[-1]
-        fresh = ask(server, messages[:-1], temperature=0, reuse=False)[0]
-    assert_continued(usages)
-    assert fresh != [messages[-1]["content"]]
-    options = {name: SAMPLED[name] for name in ("repetition_penalty", "top_k")}
-    state, tokens = generator.init_state(0, Sampling(**options)), []
-    for turn in range(3):
-        prompt = llm.encode(messages[: 2 * turn + 1])
-        state = generator.prefill(state, [prompt[len(tokens) :]])
-        [new], state = decode_all(generator, state, SAMPLED["max_tokens"])
-        assert llm.tokenizer.decode_continuation(new, prompt) == messages[2 * turn + 1]["content"]
-        tokens = prompt + new
-        is_known = state.sampling.in_prompt | (state.sampling.counts > 0)
-        state = dataclasses.replace(state, sampling=dataclasses.replace(state.sampling, in_prompt=is_known))
-
-
-def test_turns_about_a_document_continue_its_tail(llm):
+def test_turns_about_a_document_continue_its_tail(llm, server):
     cache = llm.cache("streaming_llm", "50%")
-    with Server(cache, {"max_new_tokens": 128}) as server:
-        document = server.post("/v1/documents", text="A long text about ships. " * 6)[1]
-        messages, usages = converse(server, document=document["id"], reuse=True)
+    with Server(cache, {"max_new_tokens": 128}) as compressed:
+        document = compressed.post(DOCUMENTS, text=TEXT)[1]
+        messages, usages = converse(compressed, document=document["id"], reuse=True)
         assert_continued(usages, first=document["tokens"])
-        for seed in range(3):
-            options = {"seed": seed, "reuse": False, "document": document["id"]}
-            [text], usage = ask(server, messages[: 2 * seed + 1], **options)
-            assert text == messages[2 * seed + 1]["content"] and num_cached(usage) == document["tokens"]
-        other = server.post("/v1/documents", text="A long text about trees. " * 6)[1]
-        assert num_cached(ask(server, messages[:3], document=other["id"], reuse=True)[1]) == other["tokens"]
-        assert num_cached(ask(server, messages[:3], reuse=True)[1]) == 0
+        [text], usage = ask(compressed, messages[:-1], seed=2, reuse=False, document=document["id"])
+        assert text == messages[-1]["content"] and num_cached(usage) == document["tokens"]
+        other = compressed.post(DOCUMENTS, text=TEXT[::-1])[1]
+        assert num_cached(ask(compressed, messages[:3], document=other["id"], reuse=True)[1]) == other["tokens"]
+        assert num_cached(ask(compressed, messages[:3], reuse=True)[1]) == 0
         # A document of the same id is another one.
-        server.request("DELETE", f"/v1/documents/{document['id']}")
-        server.post("/v1/documents", id=document["id"], text="A long text about ships. " * 6)
-        options = {"document": document["id"], "reuse": True}
-        assert num_cached(ask(server, messages[:3], **options)[1]) == document["tokens"]
+        compressed.request("DELETE", f"{DOCUMENTS}/{document['id']}")
+        compressed.post(DOCUMENTS, id=document["id"], text=TEXT)
+        usage = ask(compressed, messages[:3], document=document["id"], reuse=True)[1]
+        assert num_cached(usage) == document["tokens"]
+    document = server.post(DOCUMENTS, text=TEXT)[1]  # with a full cache, which continues by default
+    assert_continued(converse(server, document=document["id"])[1], first=document["tokens"])
 
 
-@pytest.mark.parametrize(
-    ("policy", "budget", "kv_dtype"), [("streaming_llm", 24, None), ("clustergen", 24, None), ("exact", None, "int8")]
-)
+@pytest.mark.parametrize(("policy", "budget", "kv_dtype"), [("streaming_llm", 24, None), ("exact", None, "bfloat16")])
 def test_answers_of_compressed_caches_do_not_depend_on_earlier_requests(llm, policy, budget, kv_dtype):
+    """Also of a float32 model whose cache is in bfloat16."""
     with Server(llm.cache(policy, budget, kv_dtype=kv_dtype), {"max_new_tokens": 128}) as server:
         messages, usages = converse(server)
         assert [num_cached(usage) for usage in usages] == [0, 0, 0] and not len(server.worker.conversations)
-        for _ in range(2):  # also after an answer that is continued on request
-            for seed in range(3):
-                assert ask(server, messages[: 2 * seed + 1], seed=seed)[0] == [messages[2 * seed + 1]["content"]]
-            converse(server, reuse=True)
-        document = server.post("/v1/documents", text="A long text about ships. " * 6)[1]
+        assert_continued(converse(server, reuse=True)[1])
+        for seed in range(3):  # also after an answer that is continued on request
+            assert ask(server, messages[: 2 * seed + 1], seed=seed)[0] == [messages[2 * seed + 1]["content"]]
+        document = server.post(DOCUMENTS, text=TEXT)[1]
         messages, usages = converse(server, document=document["id"])
         assert [num_cached(usage) for usage in usages] == [document["tokens"]] * 3
-
-
-def test_a_full_cache_in_the_dtype_of_the_model_continues(llm):
-    with Server(llm.cache("exact", kv_dtype="bfloat16"), {"max_new_tokens": 128}) as server:  # of a float32 model
-        assert [num_cached(usage) for usage in converse(server)[1]] == [0, 0, 0]
-    with Server(llm.cache(), {"max_new_tokens": 128}) as server:
-        document = server.post("/v1/documents", text="A long text about ships. " * 6)[1]
-        assert_continued(converse(server, document=document["id"])[1], first=document["tokens"])
 
 
 def test_other_keys_and_other_messages_do_not_continue(server):
@@ -189,23 +141,11 @@ def test_incomplete_answers_do_not_continue(server):
     [stopped], _ = ask(server, question, temperature=0, stop=text[4:6])
     assert num_cached(ask(server, [*question, assistant(stopped), user("x")])[1]) == 0
     count = len(server.worker.conversations)
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    with contextlib.closing(connection):
-        data = {"model": MODEL, "messages": [user("An aborted one")], "max_tokens": 120, "stream": True}
-        connection.request("POST", CHAT, json.dumps(data))
-        connection.getresponse().readline()
-    wait_until(lambda: server.metric("kvjax_rows_running") == 0)
+    data = body(CHAT, "An aborted one", max_tokens=120, stream=True)
+    with contextlib.closing(open_request(server, data)) as connection:
+        connection.recv(10)
+    wait_until(lambda: is_idle(server))
     assert len(server.worker.conversations) == count
-
-
-LONG = (*QUESTIONS, "Where to?", "Who knows?", "Is it true?")
-
-
-def test_long_conversations_grow(server):
-    messages, usages = converse(server, LONG)
-    assert_continued(usages)
-    [text], _ = ask(server, messages[:-1], seed=5, reuse=False)
-    assert text == messages[-1]["content"]
 
 
 def test_long_compressed_conversations_are_read_again(llm):

@@ -7,7 +7,7 @@ import pydantic
 import pytest
 
 from tests.models import chain
-from tests.models.serving import MODEL, Server
+from tests.models.serving import CHAT, DOCUMENTS, MODEL, TEXT, Server, ask, body, user
 
 TEMPLATE = (
     "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{% for message in messages %}[{{ message.role }}]"
@@ -16,7 +16,6 @@ TEMPLATE = (
 )
 CHAINS = [[b"?", b"Fine", b"."], [b".", None]]
 SIZES = {"max_prompt_tokens": 1024, "max_new_tokens": 256}
-CHAT = "/v1/chat/completions"
 WEATHER = {
     "type": "function",
     "function": {
@@ -48,41 +47,35 @@ def server():
 
 def test_openai_client_parses_answers(server):
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
-    options = {"model": MODEL, "messages": [{"role": "user", "content": "A ship?"}], "seed": 1}
+    options = {"model": MODEL, "messages": [user("A ship?")], "seed": 1}
     parsed = client.chat.completions.parse(response_format=Ship, **options).choices[0]
     assert parsed.finish_reason == "stop" and 1 <= parsed.message.parsed.masts <= 9
-    tool = openai.pydantic_function_tool(Ship)
-    [call] = client.chat.completions.parse(tools=[tool], tool_choice="required", parallel_tool_calls=False, **options)\
-        .choices[0].message.tool_calls  # fmt: skip
+    options |= {"tools": [openai.pydantic_function_tool(Ship)], "tool_choice": "required", "parallel_tool_calls": False}
+    [call] = client.chat.completions.parse(**options).choices[0].message.tool_calls
     assert call.function.name == "Ship" and isinstance(call.function.parsed_arguments, Ship)
-    with client.chat.completions.stream(
-        tools=[tool], tool_choice="required", parallel_tool_calls=False, **options
-    ) as stream:
+    with client.chat.completions.stream(**options) as stream:
         [streamed] = stream.get_final_completion().choices[0].message.tool_calls
     assert (streamed.function.name, streamed.function.arguments) == (call.function.name, call.function.arguments)
 
 
-@pytest.mark.parametrize("choice", ["required", FORCED])
-def test_calls(server, choice):
-    options = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False, "temperature": 0, "n": 2}
-    status, answer = server.chat("Weather?", **options)
+def test_calls(server):
+    options = {"tools": [NOW, WEATHER], "tool_choice": FORCED, "parallel_tool_calls": False, "n": 2}
+    status, answer = server.chat("Weather?", temperature=0, **options)
     assert status == 200 and answer["usage"]["completion_tokens"] > 0
     for one in answer["choices"]:
         [call] = one["message"]["tool_calls"]
         assert one["finish_reason"] == "tool_calls" and one["message"]["content"] is None
         assert call["type"] == "function" and call["function"]["name"] == "weather"
         assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
-    events = server.stream(CHAT, messages=[{"role": "user", "content": "Weather?"}], **options)[1]
-    deltas = {0: [], 1: []}
-    for event in events[:-1]:
-        for one in event["choices"]:
-            deltas[one["index"]].append((one["delta"], one["finish_reason"]))
-    for index, parts in deltas.items():
-        assert parts[0][0]["role"] == "assistant" and parts[-1][1] == "tool_calls"
-        calls = [call for delta, _ in parts for call in delta.get("tool_calls", ())]
-        expected = answer["choices"][index]["message"]["tool_calls"]
-        assert [one["function"] for one in calls] == [one["function"] for one in expected] and calls[0]["index"] == 0
-        assert not any(delta.get("content") for delta, _ in parts)
+    choices = [
+        one for event in server.stream(CHAT, **body(CHAT, "Weather?", **options))[1][:-1] for one in event["choices"]
+    ]
+    for expected in answer["choices"]:
+        parts = [one for one in choices if one["index"] == expected["index"]]
+        assert parts[0]["delta"]["role"] == "assistant" and parts[-1]["finish_reason"] == "tool_calls"
+        [call] = [call for one in parts for call in one["delta"].get("tool_calls", ())]
+        assert call["index"] == 0 and call["function"] == expected["message"]["tool_calls"][0]["function"]
+        assert not any(one["delta"].get("content") for one in parts)
 
 
 def test_tools_that_are_not_called(server):
@@ -99,7 +92,7 @@ def test_tools_that_are_not_called(server):
 def test_earlier_calls_are_part_of_the_prompt(server):
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     messages = [
-        {"role": "user", "content": "Weather?"},
+        user("Weather?"),
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "abcdefghi", "content": "Rain?"},
     ]
@@ -114,29 +107,19 @@ def test_earlier_calls_are_part_of_the_prompt(server):
 
 def test_answers_in_json(server):
     schema = {"name": "ship", "schema": Ship.model_json_schema(), "strict": True}
-    for path, prompt in (
-        (CHAT, {"messages": [{"role": "user", "content": "?"}]}),
-        ("/v1/completions", {"prompt": "?"}),
-    ):
-        options = {**prompt, "max_tokens": 60, "seed": 3}
-        form = {"type": "json_schema", "json_schema": schema}
-        choice = server.post(path, model=MODEL, response_format=form, **options)[1]["choices"][0]
-        Ship.model_validate_json(choice["message"]["content"] if path == CHAT else choice["text"])
-        assert choice["finish_reason"] == "stop"
-        events = server.stream(path, response_format=form, **options)[1]
-        parts = [event["choices"][0] for event in events[:-1]]
-        text = "".join(one["delta"].get("content", "") if path == CHAT else one["text"] for one in parts)
-        assert text == (choice["message"]["content"] if path == CHAT else choice["text"])
-    answer = server.chat("?", response_format={"type": "json_object"}, max_tokens=10, temperature=0)[1]
-    assert answer["choices"][0]["message"]["content"].startswith("{")
+    options = {"response_format": {"type": "json_schema", "json_schema": schema}, "max_tokens": 60, "seed": 3}
+    for path in (CHAT, TEXT):
+        entire, streamed = (ask(server, path, stream, "?", temperature=1, **options) for stream in (False, True))
+        [(text, reason, _)] = entire[0]
+        assert Ship.model_validate_json(text) and reason == "stop" and entire == streamed
+    [(text, _, _)], _ = ask(server, CHAT, False, "?", response_format={"type": "json_object"}, max_tokens=10)
+    assert text.startswith("{")
 
 
 def test_biases(server):
     token = server.worker.cache.llm.tokenizer.backend.token_to_id("Fine")
-    answer = server.chat("Anything", temperature=0, logit_bias={str(token): 100})[
-        1
-    ]  # whose next tokens have equal logits
-    assert answer["choices"][0]["message"]["content"] == "Fine."
+    [(text, _, _)], _ = ask(server, CHAT, False, "Anything", logit_bias={str(token): 100})  # otherwise equal logits
+    assert text == "Fine."
 
 
 @pytest.mark.parametrize(
@@ -154,20 +137,12 @@ def test_biases(server):
         ({"logit_bias": {"5": 101}}, "from -100 to 100"),
         ({"logit_bias": {"99999": 1}}, "the model has tokens 0 to"),
         ({"functions": [{"name": "f"}]}, "use tools"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only"),
+        ({"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]}, "text only"),
     ],
 )
 def test_refusals(server, fields, message):
-    status, answer = server.post(CHAT, **{"model": MODEL, "messages": [{"role": "user", "content": "?"}], **fields})
+    status, answer = server.post(CHAT, **body(CHAT, "?", **fields))
     assert status == 400 and message in answer["error"]["message"], answer
-
-
-def test_a_template_without_tools_refuses_them():
-    with Server(
-        chain.make_llm(CHAINS, "{% for message in messages %}{{ message.content }}{% endfor %}").cache()
-    ) as one:
-        status, answer = one.chat("?", tools=[NOW])
-        assert status == 400 and answer["error"]["param"] == "tools" and "has no tools" in answer["error"]["message"]
 
 
 def form(boundary, **fields):
@@ -181,27 +156,22 @@ def form(boundary, **fields):
 
 def test_texts_as_files():
     text = "A text about ships, 漢字. " * 3
+    plain = {"content-type": "text/plain; charset=utf-8"}
+    headers = {"content-type": "multipart/form-data; boundary=XYZ"}
     with Server(chain.make_llm(CHAINS, TEMPLATE).cache("uniform:recent=8", 64)) as server:
-        as_json = server.post("/v1/documents", id="json", text=text)[1]
-        plain = {"content-type": "text/plain; charset=utf-8"}
-        status, answer = server.request("POST", "/v1/documents?id=plain", b"\xef\xbb\xbf" + text.encode(), plain)
-        assert status == 200 and answer["id"] == "plain" and answer["tokens"] == as_json["tokens"]
-        headers = {"content-type": "multipart/form-data; boundary=XYZ"}
-        body = form("XYZ", id=b"file", full_cache=b"true", file=text.encode())
-        status, answer = server.request("POST", "/v1/documents", body, headers)
-        assert status == 200 and answer["full_cache"] == "file-full" and answer["tokens"] == as_json["tokens"]
-        assert {one["id"] for one in server.request("GET", "/v1/documents")[1]["data"]} == {
-            "json", "plain", "file", "file-full",
-        }  # fmt: skip
-        sizes = [server.request("GET", f"/v1/documents/{name}")[1]["bytes"] for name in ("file", "file-full")]
-        assert sizes[0] < sizes[1]
-        for name in ("json", "plain", "file", "file-full"):
-            assert server.request("GET", f"/v1/documents/{name}/text")[1]["text"] == text
-            instructed = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Well?"}]
-            status, answer = server.chat(instructed, document=name, temperature=0)
-            assert status == 200 and answer["choices"][0]["message"]["content"] == "Fine."
-            question = server.chat("Be brief.\n\nWell?", document=name)[1]["usage"]["prompt_tokens"]
-            assert answer["usage"]["prompt_tokens"] == question
+        tokens = server.post(DOCUMENTS, id="json", text=text)[1]["tokens"]
+        status, answer = server.request("POST", f"{DOCUMENTS}?id=plain", b"\xef\xbb\xbf" + text.encode(), plain)
+        assert status == 200 and answer["id"] == "plain" and answer["tokens"] == tokens
+        file = form("XYZ", id=b"file", full_cache=b"true", file=text.encode())
+        status, answer = server.request("POST", DOCUMENTS, file, headers)
+        assert status == 200 and answer["full_cache"] == "file-full" and answer["tokens"] == tokens
+        sizes = {one["id"]: one["bytes"] for one in server.request("GET", DOCUMENTS)[1]["data"]}
+        assert {*sizes} == {"json", "plain", "file", "file-full"} and sizes["file"] < sizes["file-full"]
+        for name in sizes:
+            assert server.request("GET", f"{DOCUMENTS}/{name}/text")[1]["text"] == text
+            instructed = [{"role": "system", "content": "Be brief."}, user("Well?")]
+            answers = [ask(server, CHAT, False, prompt, document=name) for prompt in (instructed, "Be brief.\n\nWell?")]
+            assert answers[0] == answers[1] and answers[0][0][0][0] == "Fine."
         for kind, data, message in (
             (plain, b"%PDF-1.7\xff", "not a text in UTF-8"),
             (plain, b"a\0b", "not a text in UTF-8"),
@@ -211,25 +181,21 @@ def test_texts_as_files():
             (headers, b"nonsense", "the form cannot be read"),
             (headers, form("XYZ", full_cache=b"yes", file=b"text"), "must be true or false"),
         ):
-            status, answer = server.request("POST", "/v1/documents", data, kind)
+            status, answer = server.request("POST", DOCUMENTS, data, kind)
             assert status == 400 and message in answer["error"]["message"], answer
-        assert server.post("/v1/documents", id="json", text=text, full_cache=True)[0] == 409
-
-
-def test_the_full_cache_needs_another_policy(server):
-    status, answer = server.post("/v1/documents", text="A text.", full_cache=True)
-    assert status == 400 and "is a full cache" in answer["error"]["message"]
+        assert server.post(DOCUMENTS, id="json", text=text, full_cache=True)[0] == 409
 
 
 def test_a_full_directory_refuses_documents(tmp_path):
     cache = chain.make_llm(CHAINS, TEMPLATE).cache()
+    text = "A text about ships."
     with Server(cache, {"documents_dir": str(tmp_path)}) as server:
-        assert server.post("/v1/documents", id="first", text="A text about ships.")[0] == 200
+        assert server.post(DOCUMENTS, id="first", text=text)[0] == 200
         size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     with Server(cache, {"documents_dir": str(tmp_path), "documents_bytes": int(1.5 * size)}) as server:
-        status, answer = server.post("/v1/documents", id="second", text="A text about ships.")
+        status, answer = server.post(DOCUMENTS, id="second", text=text)
         assert status == 507 and "documents_bytes" in answer["error"]["message"]
-        assert [one["id"] for one in server.request("GET", "/v1/documents")[1]["data"]] == ["first"]
-        assert server.request("GET", "/v1/documents/second")[0] == 404
-        assert server.request("DELETE", "/v1/documents/first")[0] == 200
-        assert server.post("/v1/documents", id="second", text="A text about ships.")[0] == 200
+        assert [one["id"] for one in server.request("GET", DOCUMENTS)[1]["data"]] == ["first"]
+        assert server.request("GET", f"{DOCUMENTS}/second")[0] == 404
+        assert server.request("DELETE", f"{DOCUMENTS}/first")[0] == 200
+        assert server.post(DOCUMENTS, id="second", text=text)[0] == 200

@@ -75,13 +75,14 @@ def test_grammars(tokenizer, template):
     assert not is_answer("Just a text.", answer_schema=schema)
 
 
-def test_hermes_calls_without_a_mark(tokenizer):
+def test_hermes_calls_may_have_no_mark_and_their_number_is_bounded(tokenizer):
     form = form_of(HERMES)
+    grammar = form.grammar(TOOLS, tokenizer, is_required=True, is_parallel=True)
+    assert accepts(tokenizer, grammar, ONE[HERMES] + 7 * NOW) and not accepts(tokenizer, grammar, ONE[HERMES] + 8 * NOW)
     grammar = form.grammar(TOOLS, tokenizer, is_required=False, is_parallel=True)
     text = '{"name": "now", "arguments": {}}\n{"name": "add", "arguments": {"a": 1, "b": 2}}'
     assert accepts(tokenizer, grammar, text)
-    reader = CallReader(form, NAMES)
-    assert reader.push(text, is_finished=True)[0] == "" and [one.name for one in reader.calls] == ["now", "add"]
+    assert read(HERMES, [text]) == ("", [("now", {}), ("add", {"a": 1, "b": 2})])
 
 
 @pytest.mark.parametrize("name, is_call", [("add", True), ("other", False)])
@@ -89,12 +90,6 @@ def test_a_block_of_code_may_be_a_call(name, is_call):
     text = f'```json\n{{\n  "name": "{name}",\n  "arguments": {{"a": 1}}\n}}\n```'
     for pieces in ([text], [*text]):
         assert read(HERMES, pieces) == (("", [("add", {"a": 1})]) if is_call else (text, []))
-
-
-def test_the_number_of_calls_is_bounded(tokenizer):
-    form = form_of(HERMES)
-    grammar = form.grammar(TOOLS, tokenizer, is_required=True, is_parallel=True)
-    assert accepts(tokenizer, grammar, ONE[HERMES] + 7 * NOW) and not accepts(tokenizer, grammar, ONE[HERMES] + 8 * NOW)
 
 
 def read(template, pieces):
@@ -118,23 +113,16 @@ def test_pieces_do_not_change_what_is_read(template, data):
 
 
 @EACH
-@pytest.mark.parametrize("text", ["", "A text.", "{", "<tool", "[TOOL", "[1, 2]", '{"x": 1}', "1 < 2 [", '{"name"'])
-def test_texts_without_calls_stay(template, text):
-    for size in (1, 100):
-        pieces = [text[start : start + size] for start in range(0, len(text), size)] or [""]
-        assert read(template, pieces) == (text, [])
+def test_texts_without_calls_stay(template):
+    cut = ONE[template][:-20]
+    for text in ("", "A text.", "{", "<tool", "[TOOL", "[1, 2]", '{"x": 1}', "1 < 2 [", '{"name"', cut):
+        for pieces in ([text], [*text] or [""]):
+            assert read(template, pieces) == (text, [])
 
 
 def test_calls_end_where_json_of_another_kind_follows():
-    other = NOW.replace("now", "other")
-    assert read(HERMES, [*(ONE[HERMES] + other)]) == ('{"name": "other", "arguments": {}}\n</tool_call>', [
-        ("add", {"a": 3, "b": 2})
-    ])  # fmt: skip
-
-
-@EACH
-def test_a_call_that_is_cut_is_text(template):
-    assert read(template, [ONE[template][:-20]]) == (ONE[template][:-20], [])
+    other = '{"name": "other", "arguments": {}}\n</tool_call>'
+    assert read(HERMES, [*f"{ONE[HERMES]}\n<tool_call>\n{other}"]) == (other, [("add", {"a": 3, "b": 2})])
 
 
 def test_calls_arrive_when_they_are_complete():
@@ -145,16 +133,13 @@ def test_calls_arrive_when_they_are_complete():
     assert len({*ids}) == 2 and all(len(one) == 9 and one.isalnum() for one in ids)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
+def test_other_forms_are_unknown():
+    for template in (
         None,
         "{{ messages[0].content }}",
         "<tool_call>",  # no tools
         "{% if tools %}<tool_call><function=name>{% endif %}",
         "{% if tools %}[TOOL_CALLS]name[ARGS]{}{% endif %}",
         "{% if tools %}<|channel|>{% endif %}",
-    ],
-)
-def test_other_forms_are_unknown(template):
-    assert form_of(template) is None
+    ):
+        assert form_of(template) is None
