@@ -256,20 +256,21 @@ def _attend_after_prompt(policy, spec, keys, values, queries, keys_of_rows):
     return kvjax.normalize(kvjax.attend(cache, counters, rows(queries)))[:, :, 0], cache.state
 
 
-def check_estimates(numbers, estimates, exact, max_half_width):
+def check_estimates(numbers, estimate, exact, max_half_width):
     """Checks that estimates are unbiased, with errors of order n^-1/2.
 
     Args:
         numbers: the numbers n of samples.
-        estimates: for every number, the estimates [400, V] of as many streams.
+        estimate: a function of a number of samples and a PRNG key that returns an estimate [V].
         exact: the exact value [V].
         max_half_width: largest half width of the confidence interval of the slope.
     """
-    squared = []
-    for estimate in map(np.asarray, estimates):
-        deviation = estimate.std(axis=0) / np.sqrt(len(estimate))
-        assert (np.abs(estimate.mean(axis=0) - exact) < 4 * deviation).all()
-        squared.append(np.sum((estimate - exact) ** 2, axis=1))
+    squared, estimate_all = [], jax.jit(jax.vmap(estimate, in_axes=(None, 0)), static_argnums=0)
+    for number in numbers:
+        estimates = np.asarray(estimate_all(number, jax.random.split(jax.random.key(number), 400)))
+        deviation = estimates.std(axis=0) / np.sqrt(len(estimates))
+        assert (np.abs(estimates.mean(axis=0) - exact) < 4 * deviation).all()
+        squared.append(np.sum((estimates - exact) ** 2, axis=1))
     # Five fits, each of a fifth of the streams, give the interval.
     parts = np.log(np.array(squared).reshape(len(numbers), 5, -1).mean(axis=-1)) / 2
     slopes = [stats.linregress(np.log(numbers), part).slope for part in parts.T]

@@ -36,12 +36,11 @@ def plain_signs(uniforms, keys, values, weights, c, key_norm, value_norm):
     scale = weights / weights.max()
     kernel = np.exp(keys @ keys.T / np.sqrt(keys.shape[1])) * (values @ values.T) * scale[:, None] * scale
     radius = np.exp(key_norm**2 / (2 * np.sqrt(keys.shape[1]))) * value_norm
-    signs, clipped = np.zeros(len(keys)), 0
+    signs, tilts = np.zeros(len(keys)), np.zeros(len(keys))
     for j in range(len(keys)):
-        total = kernel[j] @ signs
-        clipped += abs(total) > c * radius**2
-        signs[j] = 1 if uniforms[j] < np.clip(0.5 - total / (2 * c * radius**2), 0, 1) else -1
-    return signs, clipped
+        tilts[j] = kernel[j] @ signs / (c * radius**2)
+        signs[j] = 1 if uniforms[j] < np.clip(0.5 - tilts[j] / 2, 0, 1) else -1
+    return signs, np.sum(np.abs(tilts) > 1)
 
 
 @pytest.mark.parametrize("c, clips", [(0.6, True), (30.0, False)])
@@ -49,11 +48,11 @@ def test_signs_equal_a_reference_of_algorithm_2(c, clips):
     keys, values = tokens(count=150, key_norm=2.0, value_norm=0.5)
     uniforms = np.random.default_rng(1).uniform(size=150).astype(np.float32)
     weights = np.where(np.arange(150) % 3 == 0, 2.0, 4.0).astype(np.float32)
-    expected, clipped = plain_signs(uniforms, keys, values, weights, c, 2.0, 0.5)
+    arguments, norms = (uniforms, keys, values, weights), {"c": c, "key_norm": 2.0, "value_norm": 0.5}
+    expected, clipped = plain_signs(*arguments, **norms)
     assert (clipped > 0) == clips
     for block in (16, 64, 256):
-        norms = {"key_norm": 2.0, "value_norm": 0.5}
-        signs, count = signs_of(uniforms, keys, values, weights, c=c, **norms, block=block)
+        signs, count = signs_of(*arguments, **norms, block=block)
         np.testing.assert_array_equal(signs, expected)
         assert count == clipped
 
@@ -62,16 +61,14 @@ def test_signs_equal_a_reference_of_algorithm_2(c, clips):
 def test_softmax_balance_keeps_the_smaller_class_with_doubled_weights(seed):
     keys, values = tokens(seed)
     weights = np.where(np.arange(32) < 27, 4.0, 0.0).astype(np.float32)
-    rng = jax.random.key(seed)
-    settings = {"c": 1.0, "key_norm": 1.0, "value_norm": 1.0}
+    rng, settings = jax.random.key(seed), {"c": 1.0, "key_norm": 1.0, "value_norm": 1.0}
     index, weight, _ = softmax_balance(rng, keys, values, weights, **settings)
     signs, _ = balance.softmax_signs(jax.random.uniform(rng, (32,)), keys, values, weights, **settings)
     classes = [np.flatnonzero((np.asarray(signs) == sign) & (weights > 0)) for sign in (-1, 1)]
     kept = np.asarray(index)[np.asarray(weight) > 0]
     np.testing.assert_array_equal(kept, min(classes, key=len))
     np.testing.assert_array_equal(weight, np.where(np.arange(16) < len(kept), 8.0, 0.0))
-    noise = np.where(weights[:, None] > 0, keys, 7.0)
-    same = softmax_balance(rng, noise, values, weights, **settings)
+    same = softmax_balance(rng, np.where(weights[:, None] > 0, keys, 7.0), values, weights, **settings)
     np.testing.assert_array_equal(same.indices, index)
 
 
@@ -126,16 +123,12 @@ def test_exact_halving_equals_a_reference(signs):
 
 def test_halving_ignores_tokens_past_the_count():
     keys, values = tokens(count=64)
-    uniforms = jax.random.uniform(jax.random.key(0), (4, 16))
-
-    @jax.jit
-    def halve(keys, values):
-        settings = {"gamma": 4.0, "temperature": 1.0}
-        return balance.reference_halving(uniforms, keys, values, jnp.ones(64), jnp.int32(37), **settings)
-
-    noise = np.arange(64)[:, None] < 37
-    index, weight = halve(keys, values)
-    other_index, other_weight = halve(np.where(noise, keys, 9.0), np.where(noise, values, -3.0))
+    draws, constants = jax.random.uniform(jax.random.key(0), (4, 16)), {"gamma": 4.0, "temperature": 1.0}
+    present, halve = np.arange(64)[:, None] < 37, jax.jit(balance.reference_halving)
+    (index, weight), (other_index, other_weight) = (
+        halve(draws, *arrays, jnp.ones(64), jnp.int32(37), **constants)
+        for arrays in ((keys, values), (np.where(present, keys, 9.0), np.where(present, values, -3.0)))
+    )
     np.testing.assert_array_equal(index[:18], other_index[:18])
     np.testing.assert_array_equal(weight, other_weight)
     assert np.all(index[:18] < 37) and np.count_nonzero(weight) == 18

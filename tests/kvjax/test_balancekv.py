@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.budget import abstract_cache
 from kvjax.methods.balancekv import balance, merge_reduce, value_buckets
 from kvjax.methods.balancekv.balancekv_theory import BalanceKVTheory
 from kvjax.methods.balancekv.needles import needle_marks
@@ -18,8 +19,8 @@ from tests.kvjax.support import (
     LENGTHS,
     POLICIES,
     PROMPT,
+    WINDOW,
     after,
-    begin,
     go,
     make_spec,
     make_stream,
@@ -29,20 +30,17 @@ from tests.kvjax.support import (
     row_keys,
 )
 
-SMALL = {"sinks": 2, "recent": 8, "compact_every": 8}
-
-
 # --- the released code ---
 
 
 def reference(**options):
-    return kvjax.BalanceKV(20, **SMALL, block_size=8, **options)
+    return kvjax.BalanceKV(20, **WINDOW, block_size=8, **options)
 
 
-def test_reference_weights_equal_those_of_the_halvings():
-    stream, (cache, counters) = make_stream(), prefilled(POLICIES["balancekv"])
-    assert cache.state.halvings == 2
-    weights = np.asarray(read_weights(cache, counters))
+def test_reference_weights_equal_those_of_the_halvings_and_later_tokens_stay():
+    stream, start = make_stream(), prefilled(POLICIES["balancekv"])
+    assert start[0].state.halvings == 2 and start[0].policy.requires.entire_prompt
+    weights = np.asarray(read_weights(*start))
     rngs = jax.vmap(lambda key: jax.random.split(key, 2))(row_keys())
     for row, head in np.ndindex(2, 2):
         end = LENGTHS[row]
@@ -51,27 +49,20 @@ def test_reference_weights_equal_those_of_the_halvings():
         index, weight = np.arange(count), np.ones(count, np.float32)
         for halving, tokens in enumerate((38, 19)):
             draws = jax.random.uniform(jax.random.fold_in(rngs[row, head], halving), (-(-tokens // 8), 8))
-            settings = {"gamma": 4.0, "temperature": 1.0}
+            left = len(index)
+            entries = (jnp.array(x) for x in (keys[index], values[index], weight))
             kept, weight = balance.reference_halving(
-                draws[: -(-max(len(index), 1) // 8)], jnp.array(keys[index]), jnp.array(values[index]),
-                jnp.array(weight), jnp.int32(len(index)), **settings,
-            )  # fmt: skip
+                draws[: -(-max(left, 1) // 8)], *entries, jnp.int32(left), gamma=4.0, temperature=1.0
+            )
             index, weight = index[np.asarray(kept)], np.asarray(weight)
         expected = np.zeros(HEAD_DIM)
         expected[:2] = expected[max(end - 8, 2) : end] = 1
         expected[2 + index] = weight
         np.testing.assert_allclose(weights[row, head], expected, rtol=1e-5, atol=1e-6)
-
-
-def test_reference_keeps_all_later_tokens():
-    policy = POLICIES["balancekv"]
-    start = prefilled(policy)
-    before = np.asarray(read_weights(*start))
-    _, weights, *_ = go(*start, after(make_stream(), LENGTHS))
+    _, later_weights, *_ = go(*start, after(stream, LENGTHS))
     for row, length in enumerate(LENGTHS):
         later = (np.arange(HEAD_DIM) >= length) & (np.arange(HEAD_DIM) < length + 24)
-        np.testing.assert_allclose(weights[row, -1], np.where(later, 1.0, before[row]), atol=1e-5)
-    assert policy.requires.entire_prompt
+        np.testing.assert_allclose(later_weights[row, -1], np.where(later, 1.0, weights[row]), atol=1e-5)
 
 
 def test_scaled_decoding_weighs_the_denominator_evenly():
@@ -170,29 +161,27 @@ def test_values_go_to_the_bucket_of_their_norm():
 def test_values_of_any_norm_are_balanced(scale):
     """The highest bucket takes the largest norm of a block as its bound, so that no probability is clipped."""
     stream = make_stream()
-    policy = BalanceKVTheory(60, **SMALL, light_values=0)
-    keys, values, _ = prompt_of(stream._replace(values=scale * stream.values), LENGTHS)
-    cache, counters = begin(policy, make_spec(), row_keys(), keys, values, stream.queries, LENGTHS)
-    kvjax.raise_faults((cache, counters))
-    assert cache.state.numerator.trees.level.max() > 0 and not cache.state.numerator.trees.clipped.any()
-    bucket = np.isfinite(cache.state.numerator.trees.log_weight).any(axis=(0, 1, 3))
+    state = prefilled(BalanceKVTheory(60, **WINDOW, light_values=0), stream._replace(values=scale * stream.values))
+    kvjax.raise_faults(state)
+    trees = state[0].state.numerator.trees
+    assert trees.level.max() > 0 and not trees.clipped.any()
+    bucket = np.isfinite(trees.log_weight).any(axis=(0, 1, 3))
     np.testing.assert_array_equal(bucket, [scale < 1, False, False, scale > 1])
-    chex.assert_tree_all_finite(read_weights(cache, counters))
+    chex.assert_tree_all_finite(read_weights(*state))
 
 
 @pytest.mark.heavy
 def test_paper_reads_numerator_and_denominator_from_separate_trees():
     # The budget holds all tokens, so both sums are exact; values of zero are in the denominator alone.
     paper = {"light_values": 0, "self_normalization": 0.0, "value_exponents": (0, 0)}
-    stream, policy = make_stream(), BalanceKVTheory(200, **SMALL, **paper)
+    stream = make_stream()
     values = stream.values.copy()
     values[:, 5:9] = 0
-    keys, padded, _ = prompt_of(stream._replace(values=values), LENGTHS)
-    cache, counters = begin(policy, make_spec(), row_keys(), keys, padded, stream.queries, LENGTHS)
-    read = kvjax.attend(cache, counters, jnp.zeros((3, 1, 4, HEAD_DIM)))
+    state = prefilled(BalanceKVTheory(200, **WINDOW, **paper), stream._replace(values=values))
+    read = kvjax.attend(*state, jnp.zeros((3, 1, 4, HEAD_DIM)))
     np.testing.assert_allclose((read.denominator * jnp.exp(read.max))[:, 0, 0], LENGTHS, rtol=1e-5)
     expected = (np.arange(HEAD_DIM) < np.array(LENGTHS)[:, None]) & ~np.isin(np.arange(HEAD_DIM), range(5, 9))
-    np.testing.assert_allclose(read_weights(cache, counters)[:, 1], expected, atol=1e-6)
+    np.testing.assert_allclose(read_weights(*state)[:, 1], expected, atol=1e-6)
 
 
 # --- laws and settings ---
@@ -203,8 +192,7 @@ def test_slots_of_a_rate_halve_the_prompt_and_keep_later_tokens_beside():
     for halvings in (1, 2, 3):
         slots = 64 + (840 - 64) // 2**halvings
         for budget, expected in ((slots, halvings), (slots - 1, halvings + 1)):
-            policy = kvjax.BalanceKV(budget)
-            state = jax.eval_shape(lambda policy=policy: policy.init(spec, row_keys(1)))
+            state = abstract_cache(kvjax.BalanceKV(budget), spec)[0].state
             assert state.halvings == expected
             assert state.window.selected == (840 - 64) // 2**expected + 8
 

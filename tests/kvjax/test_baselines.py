@@ -1,5 +1,6 @@
 """H2O, SnapKV, PyramidKV and CaM against plain simulations of the published algorithms."""
 
+import functools
 import itertools
 
 import chex
@@ -64,6 +65,14 @@ def run(policy, lengths=LENGTHS, stream=None, spec=None):
     return read
 
 
+def check_read(read, simulate, lengths=LENGTHS, steps=NEW):
+    """Compares the tokens that are read with those of a simulation of one row and head at every step."""
+    for row, head in itertools.product(range(3), range(KV_HEADS)):
+        expected = simulate(row, head, lengths[row])
+        actual = [np.flatnonzero(read[row, step, head]).tolist() for step in range(steps)]
+        assert actual == expected[:steps], f"{row=} {head=}"
+
+
 # --- attention statistics ---
 
 
@@ -96,19 +105,15 @@ def test_statistics_are_the_attention_probabilities_of_slots():
     def random(*shape):
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
-    query = random(2, 3, 4, 8)
+    query, stop = random(2, 3, 4, 8), jnp.array([[6], [2]])
     quantized = Segment(quantize(random(2, 2, 5, 8), "int8"), random(2, 2, 5, 8), log_num=random(2, 2, 5))
-    stop = jnp.array([[6], [2]])
     split = Segment(random(2, 2, 6, 8), random(2, 2, 6, 8), log_num=random(2, 2, 6), log_den=random(2, 2, 6), stop=stop)
-    segments = (quantized, split)
-    appended = np.array([[True, False, True], [True, True, False]])
+    segments, appended = (quantized, split), np.array([[True, False, True], [True, True, False]])
     partials, stats = attend_with_stats(query, segments, jnp.asarray(appended), probabilities=True)
     chex.assert_trees_all_close(partials, attend_segments(query, segments), rtol=1e-6)
     actual = np.concatenate([np.asarray(mass) for mass in stats], axis=3)
-    keys, log_den = (
-        np.concatenate([np.asarray(x, np.float64) for x in parts], axis=2)
-        for parts in ((dequantize(quantized.keys), split.keys), (quantized.log_num, split.log_den))
-    )
+    keys = np.concatenate([dequantize(quantized.keys), split.keys], axis=2).astype(np.float64)
+    log_den = np.concatenate([quantized.log_num, split.log_den], axis=2).astype(np.float64)
     for row, head, token in itertools.product(range(2), range(2), range(3)):
         expected = np.zeros(11)
         for grouped in range(2 * appended[row, token]):
@@ -159,10 +164,7 @@ def simulate_h2o(stream, row, head, length, recent, compact_every, average=False
 def test_h2o_reads_the_tokens_of_the_published_algorithm(setting):
     stream = make_stream(4)
     read = run(kvjax.H2O(12, **H2O[setting]), stream=stream)
-    for row, head in itertools.product(range(3), range(KV_HEADS)):
-        expected = simulate_h2o(stream, row, head, LENGTHS[row], **H2O[setting])
-        for step in range(NEW):
-            assert np.flatnonzero(read[row, step, head]).tolist() == expected[step], f"{row=} {head=} {step=}"
+    check_read(read, functools.partial(simulate_h2o, stream, **H2O[setting]))
 
 
 def test_h2o_accumulates_the_attention_of_appended_tokens_only():
@@ -181,27 +183,24 @@ def test_h2o_accumulates_the_attention_of_appended_tokens_only():
 # --- snapkv ---
 
 
-def simulate_snapkv(stream, row, head, length, budget, window, kernel):
-    if length <= budget:
-        return list(range(length))
-    score = np.zeros(length - window)
-    for position in range(length - window, length):
-        score += probabilities(stream, row, head, position, np.arange(position + 1))[: length - window]
-    padded = np.pad(score, kernel // 2)
-    pooled = np.array([padded[i : i + kernel].sum() for i in range(len(score))])
-    best = np.argsort(-pooled, kind="stable")[: budget - window]
-    return sorted(best.tolist()) + list(range(length - window, length))
+def simulate_snapkv(stream, budget, window, kernel, row, head, length):
+    kept = list(range(length))
+    if length > budget:
+        score = np.zeros(length - window)
+        for position in range(length - window, length):
+            score += probabilities(stream, row, head, position, np.arange(position + 1))[: length - window]
+        padded = np.pad(score, kernel // 2)
+        pooled = np.array([padded[i : i + kernel].sum() for i in range(len(score))])
+        best = np.argsort(-pooled, kind="stable")[: budget - window]
+        kept = sorted(best.tolist()) + list(range(length - window, length))
+    return [kept + list(range(length, length + step + 1)) for step in range(NEW)]
 
 
 @pytest.mark.parametrize("budget, window, kernel", [(20, 6, 5), (12, 1, 1), (15, 14, 3), (6, 6, 5)])
 def test_snapkv_keeps_the_best_tokens_of_its_window_and_all_later_ones(budget, window, kernel):
     stream, lengths = make_stream(4), (40, 21, 9)
     read = run(kvjax.SnapKV(budget, window_size=window, kernel_size=kernel, compact_every=8), lengths, stream)
-    for row, head in itertools.product(range(3), range(KV_HEADS)):
-        expected = simulate_snapkv(stream, row, head, lengths[row], budget, window, kernel)
-        for step in range(NEW):
-            appended = list(range(lengths[row], lengths[row] + step + 1))
-            assert np.flatnonzero(read[row, step, head]).tolist() == expected + appended
+    check_read(read, functools.partial(simulate_snapkv, stream, budget, window, kernel), lengths)
 
 
 # --- pyramidkv ---
@@ -264,9 +263,7 @@ def test_pyramidkv_keeps_the_slots_of_each_layer(variant):
     assert slots == {"paper": [17, 13, 9], "kvpress": [20, 13, 6]}[variant]
     for layer, number in enumerate(slots):
         read = run(policy, lengths, stream, make_spec(layer=layer, layers=layers))
-        for row, head in itertools.product(range(3), range(KV_HEADS)):
-            expected = simulate_snapkv(stream, row, head, lengths[row], number, 5, 3)
-            assert np.flatnonzero(read[row, 0, head]).tolist() == [*expected, lengths[row]]
+        check_read(read, functools.partial(simulate_snapkv, stream, number, 5, 3), lengths, steps=1)
 
 
 # --- cam ---
@@ -337,9 +334,9 @@ def test_tokens_that_leave_together_are_merged_into_tokens_that_stay():
 )
 def test_prefill_with_missing_or_wrong_queries_is_refused(name, kind, count):
     keys, values, queries = prompt_of(make_stream(), LENGTHS)
-    cache, counters = kvjax.init(POLICIES[name], make_spec(), row_keys())
-    with pytest.raises(ValueError, match=f"queries=None, but {kind} needs .* last {count} tokens"):
-        kvjax.prefill(cache, counters, keys, values, jnp.array(LENGTHS))
-    for wrong in (queries[:, : count - 1], queries[:2, :count], queries[:, :count, :3], queries[:, :count, :, :8]):
-        with pytest.raises(ValueError, match=f"queries have shape .*{kind} needs"):
-            kvjax.prefill(cache, counters, keys, values, jnp.array(LENGTHS), wrong)
+    state = kvjax.init(POLICIES[name], make_spec(), row_keys())
+    wrong = (queries[:, : count - 1], queries[:2, :count], queries[:, :count, :3], queries[:, :count, :, :8])
+    for one in (None, *wrong):
+        message = f"queries=None, but {kind} needs .* last {count} tokens" if one is None else f"shape .*{kind} needs"
+        with pytest.raises(ValueError, match=message):
+            kvjax.prefill(*state, keys, values, jnp.array(LENGTHS), one)

@@ -15,24 +15,11 @@ from tests.kvjax.support import make_spec
 
 NAMES = [name for name in POLICIES if name != "exact"]
 VARIANTS = [
-    "balancekv_theory:bins=6",
-    "cam:sinks=0",
-    "clustergen:sinks=5",
-    "clustergen:sinks=4,recent=20",
-    "clusterkv:sinks=0",
-    "clusterkv:host_steps=1,full_layers=1",
-    "h2o:recent=16",
-    "kvzap:reserve_decode_slots=true,recent=32",
-    "pyramidkv:variant=kvpress",
-    "quest:host_steps=4",
-    "snapkv:alpha_safeguard=0.2",
-    "streaming_llm:sinks=9",
-    "subgen:clusters=9",
-    "subgen:light_values=0",
-    "subgen:per_cluster=4",
-    "subgen:samples=20",
-    "subgen:samples=30,clusters=20",
-    "uniform:recent=7",
+    *("balancekv_theory:bins=6", "cam:sinks=0", "clustergen:sinks=5", "clustergen:sinks=4,recent=20"),
+    *("clusterkv:sinks=0", "clusterkv:host_steps=1,full_layers=1", "h2o:recent=16"),
+    *("kvzap:reserve_decode_slots=true,recent=32", "pyramidkv:variant=kvpress", "quest:host_steps=4"),
+    *("snapkv:alpha_safeguard=0.2", "streaming_llm:sinks=9", "uniform:recent=7", "subgen:clusters=9"),
+    *("subgen:light_values=0", "subgen:per_cluster=4", "subgen:samples=20", "subgen:samples=30,clusters=20"),
 ]
 
 

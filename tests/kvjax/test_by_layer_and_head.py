@@ -1,17 +1,19 @@
 """`ByLayer`, `FirstLayers`, `ByHead` and `HeadBudgets`: different policies in the layers and heads of one model."""
 
 import dataclasses
+import functools
 
 import chex
-import hypothesis
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import kvjax
 from kvjax.budget import row_bytes
 from kvjax.combinators.head_budgets import _divide, load_shares, retrieving_heads, save_shares
-from tests.kvjax.support import POLICIES, WINDOW, Stream, decoded, make_spec, make_stream, row_keys
+from tests.kvjax.support import POLICIES, WINDOW, decoded, make_spec, make_stream, row_keys
 
 EXACT, SLIDING = POLICIES["exact"], POLICIES["streaming_llm"]
 
@@ -46,21 +48,15 @@ def test_groups_of_heads_draw_different_random_numbers():
     policy = kvjax.ByHead((kvjax.Uniform(20, **WINDOW), kvjax.Uniform(20, **WINDOW | {"compact_every": 4})))
     assert len(policy.groups()) == 2
     stream = make_stream()
-    stream = Stream(np.repeat(stream.keys[:, :, :1], 2, axis=2), stream.values, stream.queries)
-    _, weights, *_ = decoded(policy, stream)
+    _, weights, *_ = decoded(policy, stream._replace(keys=np.repeat(stream.keys[:, :, :1], 2, axis=2)))
     assert np.any((weights[0, -1, 0] > 0) != (weights[0, -1, 1] > 0))
 
 
 def test_fit_bytes_uses_the_average_over_layers():
-    def sliding(budget):
-        return kvjax.StreamingLLM(budget, sinks=2, compact_every=4)
-
-    spec = make_spec(layers=2)
-    exact = row_bytes(EXACT, spec)
-    limit = (exact + row_bytes(sliding(20), spec)) // 2
-    policy = kvjax.fit_bytes(lambda budget: kvjax.ByLayer((EXACT, sliding(budget))), spec, limit)
-    sizes = [row_bytes(policy, dataclasses.replace(spec, layer=layer)) for layer in range(2)]
-    assert sizes == [exact, row_bytes(sliding(20), spec)]
+    sliding, spec = functools.partial(kvjax.StreamingLLM, sinks=2, compact_every=4), make_spec(layers=2)
+    expected = [row_bytes(policy, spec) for policy in (EXACT, sliding(20))]
+    policy = kvjax.fit_bytes(lambda budget: kvjax.ByLayer((EXACT, sliding(budget))), spec, sum(expected) // 2)
+    assert [row_bytes(policy, dataclasses.replace(spec, layer=layer)) for layer in range(2)] == expected
 
 
 # --- head budgets ---
@@ -80,8 +76,7 @@ def init(policy, spec):
 def test_layers_have_buffers_of_their_own_budget(policy):
     """The shares apply to any policy with a budget, and to the policy inside a combinator."""
     scaled = kvjax.HeadBudgets(policy, ((0.0, 0.0), (0.5, 0.5), (1.75, 1.75)))
-    alone = getattr(policy, "policy", policy)
-    budgets = []
+    alone, budgets = getattr(policy, "policy", policy), []
     for layer in range(3):
         cache = init(scaled, make_spec(prompt=200, layer=layer, layers=3))
         inner = getattr(cache.policy, "policy", cache.policy)
@@ -99,12 +94,10 @@ def test_heads_have_the_outputs_of_their_policies(kv_dtype):
     spec, stream = make_spec(layers=2, kv_dtype=kv_dtype), make_stream()
     budgets = kvjax.HeadBudgets(policy, retrieving_heads(2, 2, [(0, 1), (1, 0)]))
     remaining = dataclasses.replace(policy, budget=8 * ((4 * 40 - 2 * spec.capacity) // 2 // 8))
-    exact = decoded(kvjax.Exact(8), stream, spec)[0]
-    alone = decoded(remaining, stream, spec)[0]
-    for layer in range(2):
+    exact, alone = (decoded(one, stream, spec)[0] for one in (kvjax.Exact(8), remaining))
+    heads = slice(0, 2), slice(2, 4)
+    for layer, (other, full) in enumerate((heads, heads[::-1])):
         outputs, *_ = decoded(budgets, stream, dataclasses.replace(spec, layer=layer))
-        full = slice(2, 4) if layer == 0 else slice(0, 2)
-        other = slice(0, 2) if layer == 0 else slice(2, 4)
         np.testing.assert_allclose(outputs[:, :, full], exact[:, :, full], atol=1e-5)
         np.testing.assert_allclose(outputs[:, :, other], alone[:, :, other], atol=1e-5)
 
@@ -120,13 +113,14 @@ def test_layers_with_other_heads_share_programs():
     chex.assert_trees_all_equal_shapes_and_dtypes(*caches[:7])
 
 
-@hypothesis.given(
-    shares=hypothesis.strategies.lists(
-        hypothesis.strategies.lists(hypothesis.strategies.floats(0, 10), min_size=2, max_size=2), min_size=1, max_size=4
-    ).filter(lambda rows: max(map(max, rows)) > 0),
-    budget=hypothesis.strategies.integers(40, 300),
+two_heads = st.lists(st.floats(0, 10), min_size=2, max_size=2)
+
+
+@given(
+    shares=st.lists(two_heads, min_size=1, max_size=4).filter(lambda rows: max(map(max, rows)) > 0),
+    budget=st.integers(40, 300),
 )
-@hypothesis.settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=30)
 def test_slots_of_all_heads_are_the_budget(shares, budget):
     """Together at most the budget, in proportion to the shares, and never more than the capacity in a head."""
     capacity = 256
@@ -147,14 +141,11 @@ def test_layers_without_shares_have_the_budget():
     assert policies[1].budget == 80 > policies[0].budget
 
 
-def test_files_of_shares_are_a_setting_in_text(tmp_path):
+def test_shares_and_files_of_shares_are_a_setting_of_a_choice(tmp_path):
     shares = ((1.0, 0.001), None)
     save_shares(tmp_path / "heads.json", shares, {"model": "none"})
     assert load_shares(tmp_path / "heads.json") == shares
     choice = kvjax.PolicyChoice.parse(f"uniform:heads={tmp_path / 'heads.json'}@140 slots")
     assert choice.make() == kvjax.HeadBudgets(kvjax.Uniform(140), shares)
-
-
-def test_shares_are_a_setting_of_a_choice():
     choice = kvjax.PolicyChoice.parse("chelsea:compact_every=8").with_settings(compact_every=4, heads=((1.0, 0.5),))
     assert choice.make(400) == kvjax.HeadBudgets(kvjax.Chelsea(400, compact_every=8), ((1.0, 0.5),))

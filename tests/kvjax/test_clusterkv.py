@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +19,9 @@ PROMPT, NEW = 150, 60
 LENGTHS = (150, 61)
 SINKS, RECENT, CHUNK_TOKENS, CHUNK_CLUSTERS, STAGED = 3, 5, 16, 2, 10
 BUDGET = SINKS + RECENT + 37
-SPEC = make_spec(
-    ROWS, PROMPT, NEW, query_heads=KV_HEADS * GROUP, kv_heads=KV_HEADS, head_dim=DIM, rope_frequencies=None
-)
-SIZES = {
-    "sinks": SINKS,
-    "recent": RECENT,
-    "chunk_tokens": CHUNK_TOKENS,
-    "chunk_clusters": CHUNK_CLUSTERS,
-    "compact_every": STAGED,
-}
+SPEC = make_spec(ROWS, PROMPT, NEW, head_dim=DIM, rope_frequencies=None)
+SIZES = {"sinks": SINKS, "recent": RECENT, "chunk_tokens": CHUNK_TOKENS, "chunk_clusters": CHUNK_CLUSTERS}
+SIZES["compact_every"] = STAGED
 
 
 def clusterkv(budget=BUDGET, **options):
@@ -81,18 +73,19 @@ def attend(cache, counters, query):
     return kvjax.normalize(kvjax.attend(cache, counters, query))
 
 
-def next_tokens(number, *parts):
-    """Returns, of each part [B, N, ...], the token that follows every row's prompt by `number` tokens."""
-    return [part[np.arange(ROWS), np.array(LENGTHS) + number][:, None] for part in parts]
+def softmax_attention(query, keys, values, count=1.0):
+    weight = count * np.exp(keys @ query / np.sqrt(DIM))
+    return weight @ values / weight.sum()
 
 
 def steps(policy, keys, values, new=NEW):
     """Yields the cache after the prompt and after every appended token, its counters, and each row's tokens."""
-    cache, counters = prefill(policy, SPEC, keys, values)
-    yield cache, counters, np.array(LENGTHS)
+    state = prefill(policy, SPEC, keys, values)
+    yield *state, np.array(LENGTHS)
     for number in range(new):
-        cache, counters = append(cache, counters, *next_tokens(number, keys, values))
-        yield cache, counters, np.array(LENGTHS) + number + 1
+        place = np.array(LENGTHS) + number
+        state = append(*state, *(part[np.arange(ROWS), place][:, None] for part in (keys, values)))
+        yield *state, place + 1
 
 
 def window_tokens(cache, counters, total):
@@ -120,16 +113,16 @@ def clusters_of(cache, row, head):
 @pytest.mark.parametrize("make", [clusterkv, residual])
 def test_clusters_are_a_partition_at_every_step(make, kind):
     keys, values = make_tokens(kind)
+    heads = list(np.ndindex(ROWS, KV_HEADS))
     for number, (cache, counters, total) in enumerate(steps(make(), keys, values)):
         if number % 7 and number < NEW - 2:
             continue
         kvjax.raise_faults((cache, counters))
-        for row, head in itertools.product(range(ROWS), range(KV_HEADS)):
+        for row, head in heads:
             clusters = clusters_of(cache, row, head)
-            stored = np.asarray(cache.state.store.position)[row, head]
             positions = np.concatenate([*clusters, window_tokens(cache, counters, total)[row]])
             np.testing.assert_array_equal(np.sort(positions), np.arange(total[row]))
-            assert (stored >= 0).sum() == sum(map(len, clusters))
+            assert (np.asarray(cache.state.store.position)[row, head] >= 0).sum() == sum(map(len, clusters))
             for cluster, tokens in enumerate(clusters):
                 assert (np.diff(tokens) > 0).all()  # so that a cut cluster loses its newest tokens
                 if len(tokens):
@@ -137,7 +130,7 @@ def test_clusters_are_a_partition_at_every_step(make, kind):
                     np.testing.assert_allclose(cache.state.clusters.mean_key[row, head, cluster], mean, atol=1e-5)
     pending = total - SINKS - RECENT - np.maximum(np.array(LENGTHS) - SINKS - RECENT, 0)
     np.testing.assert_array_equal(cache.state.chunks, pending // CHUNK_TOKENS)
-    for row, head in itertools.product(range(ROWS), range(KV_HEADS)):
+    for row, head in heads:
         later = clusters_of(cache, row, head)[cache.state.prompt_clusters :]
         for chunk in range(int(cache.state.chunks[row])):
             tokens = np.sort(np.concatenate(later[CHUNK_CLUSTERS * chunk : CHUNK_CLUSTERS * (chunk + 1)]))
@@ -181,28 +174,23 @@ def expected_attention(cache, counters, total, keys, values, queries, row):
         clusters = clusters_of(cache, row, head)
         k, v = keys[row, :, head].astype(np.float64), values[row, :, head].astype(np.float64)
         mean_key, mean_value = (
-            [x[tokens].mean(axis=0) if len(tokens) else np.zeros(DIM) for tokens in clusters] for x in (k, v)
+            np.array([x[tokens].mean(axis=0) if len(tokens) else np.zeros(DIM) for tokens in clusters]) for x in (k, v)
         )
         group = queries[head * GROUP : (head + 1) * GROUP].astype(np.float64)
-        logits = group @ np.array(mean_key).T / np.sqrt(DIM)
-        sizes = np.array([len(tokens) for tokens in clusters])
-        variance = [
-            np.mean(np.sum((k[t] - mean) ** 2, axis=1)) if len(t) else 0
-            for t, mean in zip(clusters, mean_key, strict=True)
-        ]
+        logits, sizes = group @ mean_key.T / np.sqrt(DIM), np.array([len(tokens) for tokens in clusters])
         if is_residual:
-            logits += policy.score_stddevs * np.linalg.norm(group, axis=1, keepdims=True) * np.sqrt(variance) / DIM
+            squares = [np.sum((k[t] - mean) ** 2) for t, mean in zip(clusters, mean_key, strict=True)]
+            deviation = np.sqrt(squares / np.maximum(sizes, 1))
+            logits += policy.score_stddevs * np.linalg.norm(group, axis=1, keepdims=True) * deviation / DIM
             mass = np.exp(logits) / (np.exp(logits) * sizes).sum(axis=1, keepdims=True)
             logits = np.repeat(mass.sum(axis=0)[None], GROUP, axis=0)
         for query, score in zip(group, logits, strict=True):
             order = np.argsort(-score, kind="stable")
-            entries = [(k[t], v[t], 1.0) for t in window_tokens(cache, counters, total)[row]]
-            for cluster, part in zip(order, cut_clusters(clusters, order, policy), strict=True):
-                entries += [(k[t], v[t], 1.0) for t in part]
-                if is_residual and sizes[cluster] > len(part):
-                    entries.append((mean_key[cluster], mean_value[cluster], sizes[cluster] - len(part)))
-            weight = np.array([n * np.exp(e @ query / np.sqrt(DIM)) for e, _, n in entries])
-            outputs.append(weight @ np.array([e for _, e, _ in entries]) / weight.sum())
+            parts = cut_clusters(clusters, order, policy)
+            read = np.concatenate([window_tokens(cache, counters, total)[row], *parts])
+            left = sizes[order] - [len(part) for part in parts] if is_residual else np.zeros(len(order))
+            entries = [np.concatenate([x[read], mean[order]]) for x, mean in ((k, mean_key), (v, mean_value))]
+            outputs.append(softmax_attention(query, *entries, np.concatenate([np.ones(len(read)), left])))
     return np.array(outputs)
 
 
@@ -224,11 +212,11 @@ def expected_attention(cache, counters, total, keys, values, queries, row):
 def test_queries_read_clusters_in_order_up_to_the_budget(kind, policy):
     keys, values = make_tokens(kind)
     queries = make_queries(NEW, seed=5, scale=3)
-    for number, (cache, counters, total) in enumerate(steps(policy, keys, values, new=31)):
+    for number, (*state, total) in enumerate(steps(policy, keys, values, new=31)):
         if number in (0, 20, 31):
-            outputs = attend(cache, counters, queries[:, number : number + 1])
+            outputs = attend(*state, queries[:, number : number + 1])
             for row in range(ROWS):
-                expected = expected_attention(cache, counters, total, keys, values, queries[row, number], row)
+                expected = expected_attention(*state, total, keys, values, queries[row, number], row)
                 np.testing.assert_allclose(outputs[row, 0], expected, atol=2e-5)
 
 
@@ -311,8 +299,8 @@ def test_quest_reads_the_pages_of_largest_bounds(budget, select):
             score = scipy.special.softmax(bound / np.sqrt(DIM), axis=1).sum(axis=0)
             best = np.argsort(-score, kind="stable")[: max(3, budget // 16)]
             read = np.concatenate([*(16 * page + np.arange(16) for page in best), np.arange(16 * pages, total[row])])
-            weight = np.exp(k[read] @ q / np.sqrt(DIM))
-            np.testing.assert_allclose(outputs[row, 0, head], weight @ v[read] / weight.sum(), atol=2e-5)
+            expected = softmax_attention(q, k[read], v[read])
+            np.testing.assert_allclose(outputs[row, 0, head], expected, atol=2e-5)
 
 
 def test_a_group_that_selects_together_reads_its_pages_once():

@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -23,6 +22,7 @@ from tests.kvjax.support import (
     go,
     make_spec,
     make_stream,
+    prefilled,
     prompt_of,
     row_keys,
 )
@@ -45,13 +45,12 @@ def run(policy, layer=0, layers=1, kv_dtype=None):
 @functools.cache
 def run_head(policy, head=HEAD, kv_dtype=None):
     """As `run`, with this KV head alone and the randomness that `ByHead` gives to a group whose first head it is."""
-    stream = make_stream()
-    queries = stream.queries[:, :, 2 * head : 2 * head + 2]
-    stream = Stream(stream.keys[:, :, head : head + 1], stream.values[:, :, head : head + 1], queries)
-    keys = jax.vmap(lambda key: jax.random.fold_in(key, head))(row_keys())
+    keys, values, queries = make_stream()
+    stream = Stream(keys[:, :, head : head + 1], values[:, :, head : head + 1], of_head(queries, head))
+    rngs = jax.vmap(lambda key: jax.random.fold_in(key, head))(row_keys())
     spec = make_spec(kv_heads=1, query_heads=2, kv_dtype=kv_dtype)
-    cache, counters = begin(policy, spec, keys, *prompt_of(stream, LENGTHS), LENGTHS)
-    return check_run(*go(cache, counters, after(stream, LENGTHS)))
+    state = begin(policy, spec, rngs, *prompt_of(stream, LENGTHS), LENGTHS)
+    return check_run(*go(*state, after(stream, LENGTHS)))
 
 
 def check_run(outputs, _, cache, counters):
@@ -67,10 +66,6 @@ def of_head(outputs, head=HEAD):
 
 def assert_equal(outputs, expected):
     np.testing.assert_allclose(outputs, expected, atol=1e-5)
-
-
-def host_bytes(cache):
-    return kvjax.cache_bytes(cache).host
 
 
 # --- one combinator ---
@@ -90,25 +85,26 @@ def test_eight_bits_are_near_the_unquantized_cache(name, kv_dtype, max_error):
 @every_policy
 def test_a_head_equals_a_cache_of_that_head_alone(name, kv_dtype):
     cache, outputs = run(kvjax.ByHead((EXACT, POLICIES[name])), kv_dtype=kv_dtype)
-    alone, expected = run_head(POLICIES[name], kv_dtype=kv_dtype)
-    exact, exact_expected = run_head(EXACT, 0, kv_dtype=kv_dtype)
+    (exact, exact_expected), (alone, expected) = (
+        run_head(policy, head, kv_dtype) for head, policy in enumerate((EXACT, POLICIES[name]))
+    )
     assert_equal(of_head(outputs), expected)
     assert_equal(of_head(outputs, 0), exact_expected)
     if name != "exact":  # the end of the staged tokens is read once
         assert kvjax.read_bytes(cache) == kvjax.read_bytes(alone) + kvjax.read_bytes(exact) - 4 * BATCH
-        # Fault counters of rows exist once.
+        # Fault counters of rows exist once; each group has the indices of its heads.
         faults = kvjax.cache_bytes((cache.reused, cache.not_finite, cache.policy_faults)).device
         sizes = [kvjax.cache_bytes(one).device for one in (alone, exact)]
-        indices = 4 * 2  # of the heads of both groups
-        assert kvjax.cache_bytes(cache).device == sum(sizes) - faults + indices
+        assert kvjax.cache_bytes(cache).device == sum(sizes) - faults + 4 * 2
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_layer_combinators_leave_no_trace_in_the_cache(name):
-    policies = (POLICIES[name], kvjax.ByLayer((EXACT, POLICIES[name])), kvjax.FirstLayers(1, POLICIES[name], EXACT))
+def test_layer_combinators_leave_no_trace_in_the_cache():
     specs = [make_spec(layer=layer, layers=2) for layer in (0, 1)]
-    plain, by_layer, first_layers = ([abstract_cache(policy, spec)[0] for spec in specs] for policy in policies)
-    assert by_layer == first_layers == [abstract_cache(EXACT, specs[0])[0], plain[1]]
+    exact, _ = abstract_cache(EXACT, specs[0])
+    for policy in POLICIES.values():
+        for combined in (kvjax.ByLayer((EXACT, policy)), kvjax.FirstLayers(1, policy, EXACT)):
+            caches = [abstract_cache(combined, spec)[0] for spec in specs]
+            assert caches == [exact, abstract_cache(policy, specs[1])[0]]
 
 
 # --- combinators in combinators ---
@@ -117,25 +113,21 @@ def test_layer_combinators_leave_no_trace_in_the_cache(name):
 @plain_and_quantized
 @every_retrieval
 def test_heads_in_host_memory_do_not_depend_on_the_order_of_combinators(name, kv_dtype):
-    _, expected = run_head(POLICIES[name], kv_dtype=kv_dtype)
-    hosted, _ = run_head(kvjax.HostMemory(POLICIES[name]), kv_dtype=kv_dtype)
+    hosted, expected = run_head(kvjax.HostMemory(POLICIES[name]), kv_dtype=kv_dtype)
+    assert_equal(run_head(POLICIES[name], kv_dtype=kv_dtype)[1], expected)
     outside = kvjax.HostMemory(kvjax.ByHead((EXACT, POLICIES[name])))
     inside = kvjax.ByHead((EXACT, kvjax.HostMemory(POLICIES[name])))
     for policy in (outside, inside):
         cache, outputs = run(policy, kv_dtype=kv_dtype)
         assert_equal(of_head(outputs), expected)
-        assert_equal(of_head(outputs, 0), run_head(EXACT, 0, kv_dtype=kv_dtype)[1])
-        assert host_bytes(cache) == host_bytes(hosted)
+        assert_equal(of_head(outputs, 0), run_head(EXACT, 0, kv_dtype)[1])
+        assert kvjax.cache_bytes(cache).host == kvjax.cache_bytes(hosted).host
 
 
 # --- errors ---
 
 
-@plain_and_quantized
-def test_by_head_refuses_policies_that_pass_state_between_layers(kv_dtype):
-    policy = kvjax.BalanceKV(20, **WINDOW, block_size=8, needles=6)
-    spec = make_spec(layer=1, layers=2, kv_dtype=kv_dtype)
-    cache, counters = kvjax.init(kvjax.ByHead((EXACT, policy)), spec, row_keys())
-    keys, values, _ = prompt_of(make_stream(), LENGTHS)
+def test_by_head_refuses_policies_that_pass_state_between_layers():
+    policy = kvjax.ByHead((EXACT, kvjax.BalanceKV(20, **WINDOW, block_size=8, needles=6)))
     with pytest.raises(ValueError, match="ByHead: .*BalanceKV.* passes state to the next layer, use ByLayer"):
-        kvjax.prefill(cache, counters, keys, values, jnp.array(LENGTHS))
+        prefilled(policy, spec=make_spec(layer=1, layers=2))

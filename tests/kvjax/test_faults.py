@@ -27,9 +27,13 @@ def empty_state(name="uniform", **sizes):
     return kvjax.init(POLICIES[name], make_spec(**sizes), row_keys())
 
 
+def prompt(lengths=LENGTHS):
+    """Keys, values and lengths of the rows' prompts."""
+    return *prompt_of(stream(), lengths)[:2], jnp.asarray(lengths)
+
+
 def prefilled(name="uniform", lengths=LENGTHS, **sizes):
-    keys, values, _ = prompt_of(stream(), lengths)
-    return prefill(*empty_state(name, **sizes), keys, values, jnp.asarray(lengths))
+    return prefill(*empty_state(name, **sizes), *prompt(lengths))
 
 
 def next_tokens(count, skip=0, lengths=LENGTHS):
@@ -54,11 +58,14 @@ def check_rows(state, faulty, message=None):
         again, *_ = step(*after_step, queries, keys, values, none)
         for attended in (kvjax.normalize(attend(*one, queries)), stepped, again):
             assert nan_rows(attended) == faulty
-        if message is None:
-            kvjax.raise_faults(one)
-        else:
-            with pytest.raises(ValueError, match=message):
-                kvjax.raise_faults(one)
+        check_fault(one, message)
+
+
+def check_fault(state, message=None):
+    if message is None:
+        kvjax.raise_faults(state)
+    else:
+        check_refused(message, lambda: kvjax.raise_faults(state))
 
 
 def check_refused(message, *calls):
@@ -81,36 +88,32 @@ def test_a_full_staging_buffer_is_an_error(staged, count):
         # All rows use the same slots, also rows that append fewer tokens.
         lambda: kvjax.append(*state, keys, values, jnp.array([0, 0, 1])),
     )
-    _, appended = kvjax.append(*kvjax.compact(*state), keys, values)
-    *_, stepped = kvjax.step(*state, queries, keys, values)
-    for counters in (appended, stepped):
+    for *_, counters in (
+        kvjax.append(*kvjax.compact(*state), keys, values),
+        kvjax.step(*state, queries, keys, values),
+    ):
         np.testing.assert_array_equal(counters.num_tokens, LENGTHS + staged + count)
 
 
-@pytest.mark.parametrize("function", ["append", "step"])
-def test_a_full_staging_buffer_is_counted_under_jit(function):
+def test_a_full_staging_buffer_is_counted_under_jit():
     state = append(*prefilled(), *next_tokens(7)[1:])
     queries, keys, values = next_tokens(2, skip=7)
     lengths = jnp.array([2, 0, 1])
-    if function == "append":
-        cache, counters = append(*state, keys, values, lengths)
-    else:
-        attended, cache, counters = step_only(*state, queries, keys, values, lengths)
-        assert nan_rows(attended) == [True, False, True]
-    np.testing.assert_array_equal(counters.overflow, [2, 0, 1])
-    np.testing.assert_array_equal(cache.staging.keys, state[0].staging.keys)
-    np.testing.assert_array_equal(counters.num_tokens, LENGTHS + 7)
+    attended, *stepped = step_only(*state, queries, keys, values, lengths)
+    assert nan_rows(attended) == [True, False, True]
     message = r"overflow=\[2, 0, 1\]: tokens were appended to a full staging buffer.* \(3 in total\)"
-    check_rows((cache, counters), [True, False, True], message)
+    for cache, counters in (append(*state, keys, values, lengths), stepped):
+        np.testing.assert_array_equal(cache.staging.keys, state[0].staging.keys)
+        np.testing.assert_array_equal(counters.num_tokens, LENGTHS + 7)
+        check_rows((cache, counters), [True, False, True], message)
 
 
 def test_more_tokens_than_staging_slots_are_an_error_under_jit_too():
-    queries, keys, values = next_tokens(9)
-    state = prefilled()
+    state, new = prefilled(), next_tokens(9)
     check_refused(
         "cannot append 9 tokens to 8 staging slots; .* larger compact_every",
-        *(lambda put=put: put(*state, keys, values) for put in (kvjax.append, append)),
-        *(lambda put=put: put(*state, queries, keys, values) for put in (kvjax.step, step)),
+        *(functools.partial(put, *state, *new[1:]) for put in (kvjax.append, append)),
+        *(functools.partial(put, *state, *new) for put in (kvjax.step, step)),
     )
 
 
@@ -140,37 +143,37 @@ def test_tokens_beyond_the_capacity_are_counted_under_jit(name):
     np.testing.assert_array_equal(appended[1].num_tokens, [47, 19, 46])
     message = r"past=\[2, 0, 1\]: tokens were appended beyond max_prompt_tokens.* \(3 in total\)"
     check_rows(appended, [True, False, True], message)
-    if name == "uniform":
-        for function in (step, step_only):
-            attended, *stepped = function(*state, *new)
-            assert nan_rows(attended) == [True, False, True]
-            for one in (stepped, compact(*stepped)):
-                with pytest.raises(ValueError, match=message):
-                    kvjax.raise_faults(one)
+    for function in (step, step_only) if name == "uniform" else ():
+        attended, *stepped = function(*state, *new)
+        assert nan_rows(attended) == [True, False, True]
+        check_fault(stepped, message)
+        check_fault(compact(*stepped), message)
 
 
 # --- invalid lengths ---
 
 
-@pytest.mark.parametrize("lengths", [(3, 1, 0), (2, -1, 0)])
-def test_lengths_out_of_range_are_an_error(lengths):
-    queries, keys, values = next_tokens(2)
-    lengths = jnp.array(lengths)
-    check_refused(
-        r"lengths=\[.*\] must be in \[0, 2\]",
-        lambda: kvjax.append(*prefilled(), keys, values, lengths),
-        lambda: kvjax.step(*prefilled(), queries, keys, values, lengths),
-        lambda: kvjax.prefill(*empty_state(), keys, values, lengths),
-    )
+IN_RANGE = r"lengths=\[.*\] must be in \[0, 2\]"
 
 
-@pytest.mark.parametrize("wrong", [jnp.array([1.0, 1.0, 1.0]), jnp.array([True, True, False]), jnp.array([1, 1])])
-def test_lengths_must_be_one_integer_per_row(wrong):
-    new = next_tokens(2)
-    calls = [functools.partial(put, *prefilled(), *new, wrong) for put in (kvjax.step, step)]
-    calls += [functools.partial(put, *prefilled(), *new[1:], wrong) for put in (kvjax.append, append)]
-    calls += [functools.partial(put, *empty_state(), *new[1:], wrong) for put in (kvjax.prefill, prefill)]
-    check_refused("lengths", *calls)
+@pytest.mark.parametrize(
+    "lengths, message",
+    [
+        *((jnp.array(lengths), IN_RANGE) for lengths in ([3, 1, 0], [2, -1, 0])),
+        *((jnp.array(lengths), "lengths") for lengths in ([1.0, 1.0, 1.0], [True, True, False], [1, 1])),
+    ],
+)
+def test_lengths_must_be_one_integer_per_row_in_the_range(lengths, message):
+    new, functions = next_tokens(2), [(kvjax.step, kvjax.append, kvjax.prefill)]
+    if message != IN_RANGE:  # an error of types or shapes, also under jit
+        functions.append((step, append, prefill))
+    for with_queries, without, of_prompt in functions:
+        check_refused(
+            message,
+            functools.partial(with_queries, *prefilled(), *new, lengths),
+            functools.partial(without, *prefilled(), *new[1:], lengths),
+            functools.partial(of_prompt, *empty_state(), *new[1:], lengths),
+        )
 
 
 def test_lengths_beyond_the_tokens_are_counted_under_jit():
@@ -183,12 +186,11 @@ def test_lengths_beyond_the_tokens_are_counted_under_jit():
 @pytest.mark.parametrize("padded, lengths", [(40, (41, 12, -1)), (12, (13, 12, -1)), (45, (41, 12, -2))])
 def test_prompts_longer_than_the_tokens_or_the_capacity_are_refused(padded, lengths):
     """They are counted under jit."""
-    keys, values, _ = prompt_of(stream(), (40, 12, 1), padded)
-    with pytest.raises(ValueError, match=rf"lengths=\[.*\] must be in \[0, {min(padded, 40)}\]"):
-        kvjax.prefill(*empty_state(), keys, values, jnp.array(lengths))
-    cache, counters = prefill(*empty_state(), keys, values, jnp.array(lengths))
-    np.testing.assert_array_equal(counters.num_tokens, [min(padded, 40), 12, 0])
-    check_rows((cache, counters), [True, False, True], r"reused=\[1, 0, 1\]: .* more than max_prompt_tokens")
+    arguments = *empty_state(), *prompt_of(stream(), (40, 12, 1), padded)[:2], jnp.array(lengths)
+    check_refused(rf"lengths=\[.*\] must be in \[0, {min(padded, 40)}\]", lambda: kvjax.prefill(*arguments))
+    state = prefill(*arguments)
+    np.testing.assert_array_equal(state[1].num_tokens, [min(padded, 40), 12, 0])
+    check_rows(state, [True, False, True], r"reused=\[1, 0, 1\]: .* more than max_prompt_tokens")
 
 
 # --- prefill of a cache with tokens ---
@@ -196,36 +198,28 @@ def test_prompts_longer_than_the_tokens_or_the_capacity_are_refused(padded, leng
 
 def test_a_second_prompt_is_an_error_that_explains_the_token_of_flax_init():
     _, *stepped = step(*empty_state(), *next_tokens(1))
-    keys, values, _ = prompt_of(stream(), LENGTHS)
     for state, counts in ((prefilled(), "37, 12, 1"), (stepped, "1, 1, 1"), (compact(*stepped), "1, 1, 1")):
         message = rf"needs an empty cache, but its rows hold \[{counts}\] tokens.*Flax Linen's init runs a layer once"
-        with pytest.raises(ValueError, match=message):
-            kvjax.prefill(*state, keys, values, jnp.array(LENGTHS))
+        check_refused(message, functools.partial(kvjax.prefill, *state, *prompt()))
 
 
-@pytest.mark.parametrize("staged", [True, False])
-def test_a_prompt_after_other_tokens_is_counted_under_jit(staged):
-    state = append(*empty_state(), *next_tokens(1)[1:], jnp.array([1, 0, 1]))
-    keys, values, _ = prompt_of(stream(), LENGTHS)
-    state = prefill(*(state if staged else compact(*state)), keys, values, jnp.array(LENGTHS))
+def test_a_prompt_after_other_tokens_is_counted_under_jit():
+    staged = append(*empty_state(), *next_tokens(1)[1:], jnp.array([1, 0, 1]))
     message = r"reused=\[1, 0, 1\]: prefill was called on a cache with tokens.* \(2 in total\)"
-    check_rows(state, [True, False, True], message)
+    for state in (staged, compact(*staged)):
+        check_rows(prefill(*state, *prompt()), [True, False, True], message)
 
 
 def test_a_compiled_function_may_close_over_a_cache():
-    state, lengths = empty_state(), jnp.asarray(LENGTHS)
-    keys, values, _ = prompt_of(stream(), LENGTHS)
-    filled = jax.jit(lambda keys: kvjax.prefill(*state, keys, values, lengths)[:2])(keys)
-    expected = prefill(*state, keys, values, lengths)
-    new = next_tokens(1)
+    state, new, (keys, *others) = empty_state(), next_tokens(1), prompt()
+    filled = jax.jit(lambda keys: kvjax.prefill(*state, keys, *others)[:2])(keys)
     output = jax.jit(lambda query: kvjax.step(*filled, query, *new[1:])[0])(new[0])
-    np.testing.assert_array_equal(output, step(*expected, *new)[0])
+    np.testing.assert_array_equal(output, step(*prefill(*state, keys, *others), *new)[0])
 
 
 def test_a_row_stays_empty_after_a_prompt_of_no_tokens():
-    keys, values, _ = prompt_of(stream(), LENGTHS)
-    *state, _ = kvjax.prefill(*empty_state(), keys, values, jnp.zeros(3, jnp.int32))
-    *again, _ = kvjax.prefill(*state, keys, values, jnp.array(LENGTHS))
+    *state, _ = kvjax.prefill(*empty_state(), *prompt()[:2], jnp.zeros(3, jnp.int32))
+    *again, _ = kvjax.prefill(*state, *prompt())
     np.testing.assert_array_equal(again[1].num_tokens, LENGTHS)
     check_rows(again, [False] * 3)
 
@@ -235,68 +229,58 @@ def test_a_row_stays_empty_after_a_prompt_of_no_tokens():
 
 @pytest.mark.parametrize("by_prefill", [True, False])
 def test_keys_that_are_not_finite_are_a_fault_of_their_row_alone(by_prefill):
-    keys, values, _ = prompt_of(stream(), LENGTHS)
+    keys, values, lengths = prompt()
     if by_prefill:
         keys[1, 3] = np.inf
-    cache, counters = prefill(*empty_state("subgen_mean"), keys, values, jnp.array(LENGTHS))
+    state = prefill(*empty_state("subgen_mean"), keys, values, lengths)
     if not by_prefill:
         _, keys, values = next_tokens(8)
         keys[1, 0] = np.inf
-        cache, counters = compact(*append(cache, counters, keys, values))
-        cache, counters = compact(*append(cache, counters, *next_tokens(8, skip=8)[1:]))
-    np.testing.assert_array_equal(cache.policy_faults > 0, [False, True, False])
-    with pytest.raises(ValueError, match="keys that are not finite"):
-        kvjax.raise_faults((cache, counters))
-    assert nan_rows(kvjax.normalize(attend(cache, counters, next_tokens(1)[0]))) == [False, True, False]
+        state = compact(*append(*state, keys, values))
+        state = compact(*append(*state, *next_tokens(8, skip=8)[1:]))
+    np.testing.assert_array_equal(state[0].policy_faults > 0, [False, True, False])
+    check_fault(state, "keys that are not finite")
+    assert nan_rows(kvjax.normalize(attend(*state, next_tokens(1)[0]))) == [False, True, False]
 
 
 @pytest.mark.parametrize("by_prefill", [True, False])
 @pytest.mark.parametrize("name", each(POLICIES, quick=["uniform", "balancekv", "exact", "streaming_llm"]))
 def test_entries_that_are_not_finite_are_a_fault_also_of_dropped_tokens(name, by_prefill):
     """Most policies drop some of these tokens; a dropped token leaves nothing that attention could read."""
-    if POLICIES[name].requires.repetition is not None:
-        pytest.skip("it needs a repetition of the prompt")
-    keys, values, _ = prompt_of(stream(), LENGTHS)
+    keys, values, lengths = prompt()
     queries = np.broadcast_to(stream().queries[:, :1], (3, keys.shape[1], *stream().queries.shape[2:]))
     if by_prefill:
         keys[1, 5], values[0, 7] = np.nan, -np.inf
         keys[2, 1] = np.nan  # past the row's length
-    cache, counters = empty_state(name)
-    needed = kvjax.prompt_queries(cache.policy, queries)
-    cache, counters = prefill(cache, counters, keys, values, jnp.asarray(LENGTHS), needed)
+    state = empty_state(name)
+    state = prefill(*state, keys, values, lengths, kvjax.prompt_queries(state[0].policy, queries))
     if not by_prefill:
         _, keys, values = next_tokens(8)
         keys[1, 2], values[0, 3], keys[2, 5] = -np.inf, np.nan, np.nan
-        cache, counters = compact(*append(cache, counters, keys, values, jnp.array([8, 8, 5])))
-    np.testing.assert_array_equal(np.asarray(cache.not_finite) > 0, [True, True, False])
-    message = r"not_finite=\[2, 2, 0\]: tokens had keys or values that are NaN or infinite"
-    with pytest.raises(ValueError, match=message):
-        kvjax.raise_faults((cache, counters))
-    assert nan_rows(kvjax.normalize(attend(cache, counters, next_tokens(1)[0]))) == [True, True, False]
+        state = compact(*append(*state, keys, values, jnp.array([8, 8, 5])))
+    np.testing.assert_array_equal(np.asarray(state[0].not_finite) > 0, [True, True, False])
+    check_fault(state, r"not_finite=\[2, 2, 0\]: tokens had keys or values that are NaN or infinite")
+    assert nan_rows(kvjax.normalize(attend(*state, next_tokens(1)[0]))) == [True, True, False]
 
 
 def test_entries_that_overflow_in_the_cache_are_a_fault():
-    keys, values, _ = prompt_of(stream(), LENGTHS)
+    keys, values, lengths = prompt()
     values[1, 3] = 1e5  # beyond float16
-    cache, counters = prefill(*empty_state(dtype=jnp.float16), keys, values, jnp.asarray(LENGTHS))
-    with pytest.raises(ValueError, match=r"not_finite=\[0, 2, 0\]"):
-        kvjax.raise_faults((cache, counters))
+    check_fault(prefill(*empty_state(dtype=jnp.float16), keys, values, lengths), r"not_finite=\[0, 2, 0\]")
 
 
 def test_a_numerator_without_a_denominator_is_a_fault():
     # Algorithm 1: both sums have their own samples. At these norms, the denominator of a query underflows.
     policy = kvjax.SubGen(16, sinks=1, recent=2, light_values=0, self_normalization=0.0, compact_every=8)
-    keys, values, _ = prompt_of(stream(), LENGTHS)
+    keys, values, lengths = prompt()
     queries, new_keys, new_values = next_tokens(1)
     scale = np.array([400, 0.1, 0.1])[:, None, None, None]
-    state = kvjax.init(policy, make_spec(), row_keys())
-    cache, counters = prefill(*state, scale * keys, 8000 * values, jnp.asarray(LENGTHS))
-    kvjax.raise_faults((cache, counters))
-    assert nan_rows(kvjax.normalize(attend(cache, counters, scale * queries))) == [True, False, False]
-    attended, cache, counters = step(cache, counters, scale * queries, scale * new_keys, 8000 * new_values)
+    state = prefill(*kvjax.init(policy, make_spec(), row_keys()), scale * keys, 8000 * values, lengths)
+    check_fault(state)
+    assert nan_rows(kvjax.normalize(attend(*state, scale * queries))) == [True, False, False]
+    attended, *state = step(*state, scale * queries, scale * new_keys, 8000 * new_values)
     assert nan_rows(attended) == [True, False, False]
-    with pytest.raises(ValueError, match=r"not_finite=\[1, 0, 0\]: .* or such an attention output"):
-        kvjax.raise_faults((cache, counters))
+    check_fault(state, r"not_finite=\[1, 0, 0\]: .* or such an attention output")
 
 
 @pytest.mark.parametrize(
@@ -309,11 +293,10 @@ def test_a_numerator_without_a_denominator_is_a_fault():
     ],
 )
 def test_sink_logits_are_checked(sinks, message):
-    keys, values, _ = prompt_of(stream(), LENGTHS)
     state, new = prefilled(), next_tokens(1)
     check_refused(
         message,
-        lambda: kvjax.prefill(*empty_state(), keys, values, jnp.asarray(LENGTHS), sink_logits=sinks),
+        lambda: kvjax.prefill(*empty_state(), *prompt(), sink_logits=sinks),
         lambda: kvjax.step(*state, *new, sink_logits=sinks),
         lambda: kvjax.attend(*state, new[0], sink_logits=sinks),
     )

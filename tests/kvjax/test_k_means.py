@@ -14,14 +14,22 @@ from kvjax.shared.k_means import _draw_apart, _draw_uniformly, k_means
 from tests.kvjax.support import each
 
 POINTS, DIM, CLUSTERS, ITERATIONS = 30, 5, 4, 12
+EVERY = np.ones(POINTS, bool)
 STARTS = ("random", "k-means++")
 
 
 @functools.partial(
     jax.jit, static_argnames=("kmeans_init", "tolerance", "iterations", "sample", "polish", "centroid_update")
 )
-def cluster(rng, keys, valid, tolerance=0.0, iterations=ITERATIONS, **options):
+def cluster(seed, keys, valid=EVERY, tolerance=0.0, iterations=ITERATIONS, **options):
+    rng = jax.random.key(seed)
     return k_means(rng, keys, valid, CLUSTERS, iterations=iterations, tolerance=tolerance, block=8, **options)
+
+
+def first_directions(seed, points, valid=EVERY, draw=_draw_uniformly):
+    """Returns the points that are drawn as initial centroids."""
+    present = jnp.asarray(np.where(valid[:, None], points, 0), jnp.float32)
+    return points[np.asarray(draw(jax.random.key(seed), present, jnp.asarray(valid), CLUSTERS))]
 
 
 def stream(seed, duplicates=False):
@@ -53,12 +61,10 @@ def by_loops(directions, points, iterations, summands=None):
 @given(seed=st.integers(0, 2**16))
 def test_equals_lloyd_s_algorithm(start, seed):
     keys, valid = stream(seed)
-    rng = jax.random.key(seed)
-    result = cluster(rng, keys, valid, kmeans_init=start)
-    draw = _draw_uniformly if start == "random" else _draw_apart
+    result = cluster(seed, keys, valid, kmeans_init=start)
     points = unit(keys.astype(np.float64))
-    drawn = np.asarray(draw(rng, jnp.asarray(np.where(valid[:, None], points, 0), jnp.float32), valid, CLUSTERS))
-    label, _, objective = by_loops(points[drawn], points[valid], ITERATIONS)
+    directions = first_directions(seed, points, valid, _draw_uniformly if start == "random" else _draw_apart)
+    label, _, objective = by_loops(directions, points[valid], ITERATIONS)
     np.testing.assert_array_equal(np.asarray(result.label)[valid], label)
     np.testing.assert_allclose(result.objective, objective, atol=1e-4)
 
@@ -68,7 +74,7 @@ def test_equals_lloyd_s_algorithm(start, seed):
 @given(seed=st.integers(0, 2**16), duplicates=st.booleans())
 def test_clusters_are_a_partition_and_the_objective_never_increases(start, seed, duplicates):
     keys, valid = stream(seed, duplicates)
-    result = cluster(jax.random.key(seed), keys, valid, kmeans_init=start)
+    result = cluster(seed, keys, valid, kmeans_init=start)
     label = np.asarray(result.label)
     assert (label[~valid] == CLUSTERS).all() and (label[valid] < CLUSTERS).all()
     assert (np.diff(result.objective) <= 1e-4).all()
@@ -76,32 +82,29 @@ def test_clusters_are_a_partition_and_the_objective_never_increases(start, seed,
 
 def test_stops_when_the_gain_is_below_the_tolerance():
     keys, _ = stream(0)
-    every = np.ones(POINTS, bool)
-    converged = cluster(jax.random.key(0), keys, every)
+    converged = cluster(0, keys)
     gains = -np.diff(converged.objective) / np.asarray(converged.objective)[1:]
     last = int(converged.iterations)
     assert last < ITERATIONS and gains[last - 2] <= 1e-6 < gains[last - 3]  # converged
     tolerance = float(gains[last - 3] + gains[last - 4]) / 2
-    early = cluster(jax.random.key(0), keys, every, tolerance=tolerance)
+    early = cluster(0, keys, tolerance=tolerance)
     num_iterations = int(early.iterations)
     assert num_iterations == np.argmax(gains <= tolerance) + 2 < last
-    repeated = np.repeat(converged.objective[num_iterations - 1], ITERATIONS - num_iterations + 1)
-    np.testing.assert_allclose(early.objective[num_iterations - 1 :], repeated)
+    np.testing.assert_allclose(early.objective[num_iterations - 1 :], converged.objective[num_iterations - 1])
 
 
 def test_fewer_keys_than_clusters_leave_clusters_empty():
     keys, _ = stream(1)
-    result = cluster(jax.random.key(0), keys, np.arange(POINTS) < 2)
+    result = cluster(0, keys, np.arange(POINTS) < 2)
     assert len(set(np.asarray(result.label)[:2].tolist())) == 2 and (result.label[2:] == CLUSTERS).all()
-    empty = cluster(jax.random.key(0), keys, np.zeros(POINTS, bool))
+    empty = cluster(0, keys, ~EVERY)
     assert (empty.label == CLUSTERS).all() and np.isfinite(empty.objective).all()
 
 
 def test_keys_of_norm_zero_and_masked_noise_are_allowed():
     keys, valid = stream(2)
     keys[3] = 0
-    result = cluster(jax.random.key(0), keys, valid)
-    noisy = cluster(jax.random.key(0), np.where(valid[:, None], keys, np.nan).astype(np.float32), valid)
+    result, noisy = (cluster(0, one, valid) for one in (keys, np.where(valid[:, None], keys, np.float32(np.nan))))
     np.testing.assert_array_equal(result.label, noisy.label)
     np.testing.assert_array_equal(result.objective, noisy.objective)
 
@@ -109,7 +112,7 @@ def test_keys_of_norm_zero_and_masked_noise_are_allowed():
 @pytest.mark.parametrize("used", [1, 2, 3])
 def test_num_clusters_limits_the_clusters(used):
     keys, valid = stream(4)
-    result = cluster(jax.random.key(0), keys, valid, num_clusters=used)
+    result = cluster(0, keys, valid, num_clusters=used)
     assert (np.asarray(result.label)[valid] < used).all()
     fewer = jax.jit(lambda rng: k_means(rng, keys, valid, used, iterations=ITERATIONS, tolerance=0.0, block=8))
     expected = fewer(jax.random.key(0))
@@ -122,13 +125,11 @@ def test_num_clusters_limits_the_clusters(used):
 def test_a_sample_is_clustered_first_then_all_keys(seed):
     keys, valid = stream(seed)
     valid[0] = True  # a sample needs a key
-    rng = jax.random.key(seed)
-    result = cluster(rng, keys, valid, iterations=6, sample=3, polish=2)
+    result = cluster(seed, keys, valid, iterations=6, sample=3, polish=2)
     assert result.objective.shape == (2,)
     assert result.objective[1] <= result.objective[0] + 1e-4
     points = unit(keys.astype(np.float64))
-    drawn = np.asarray(_draw_uniformly(rng, jnp.asarray(points), jnp.asarray(valid), CLUSTERS))
-    directions = points[drawn]
+    directions = first_directions(seed, points, valid)
     for sampled, count in ((valid & (np.arange(POINTS) % 3 == 0), 4), (valid, 1)):
         _, directions, _ = by_loops(directions, points[sampled], count)
     np.testing.assert_array_equal(np.asarray(result.label)[valid], (points[valid] @ directions.T).argmax(axis=1))
@@ -136,37 +137,32 @@ def test_a_sample_is_clustered_first_then_all_keys(seed):
 
 def test_centroids_may_be_updated_by_unnormalized_keys():
     keys, _ = stream(6)
-    every = np.ones(POINTS, bool)
-    rng = jax.random.key(0)
-    result = cluster(rng, keys, every, iterations=5, centroid_update="keys")
+    result = cluster(0, keys, iterations=5, centroid_update="keys")
     points = unit(keys.astype(np.float64))
-    directions = points[np.asarray(_draw_uniformly(rng, jnp.asarray(points), jnp.asarray(every), CLUSTERS))]
-    label, _, _ = by_loops(directions, points, 5, keys.astype(np.float64))
+    label, _, _ = by_loops(first_directions(0, points), points, 5, keys.astype(np.float64))
     np.testing.assert_array_equal(result.label, label)
     assert int(result.iterations) == 5
 
 
+def draw_often(draw, points, valid, count, times, seed):
+    rngs = jax.random.split(jax.random.key(seed), times)
+    return np.asarray(jax.jit(jax.vmap(lambda rng: draw(rng, jnp.float32(points), valid, count)))(rngs))
+
+
 def test_random_initial_points_are_distinct_and_uniform():
     valid = np.arange(POINTS) % 3 == 0
-    points = jnp.ones((POINTS, DIM))
-    rngs = jax.random.split(jax.random.key(0), 2000)
-    drawn = np.asarray(jax.jit(jax.vmap(lambda rng: _draw_uniformly(rng, points, valid, CLUSTERS)))(rngs))
+    drawn = draw_often(_draw_uniformly, np.ones((POINTS, DIM)), valid, CLUSTERS, 2000, 0)
     assert valid[drawn].all()
     assert all(len(set(row)) == CLUSTERS for row in drawn.tolist())
-    counts = np.bincount(drawn[:, 0], minlength=POINTS)[valid]
-    assert stats.chisquare(counts).pvalue > 1e-3
+    assert stats.chisquare(np.bincount(drawn[:, 0], minlength=POINTS)[valid]).pvalue > 1e-3
 
 
 def test_k_means_plus_plus_draws_in_proportion_to_the_distance():
     # With three directions at known angles, the second point is drawn in proportion to 1 - cosine.
     angles = np.array([0.0, 0.5, 2.0])
-    points = jnp.asarray(np.stack([np.cos(angles), np.sin(angles)], axis=1), jnp.float32)
-    valid = np.ones(3, bool)
-    rngs = jax.random.split(jax.random.key(1), 6000)
-    drawn = np.asarray(jax.jit(jax.vmap(lambda rng: _draw_apart(rng, points, valid, 2)))(rngs))
+    points = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    drawn = draw_often(_draw_apart, points, np.ones(3, bool), 2, 6000, 1)
     assert stats.chisquare(np.bincount(drawn[:, 0], minlength=3)).pvalue > 1e-3
-    after_first = drawn[drawn[:, 0] == 0, 1]
-    share = 1 - np.cos(angles)
-    counts = np.bincount(after_first, minlength=3)
+    counts, share = np.bincount(drawn[drawn[:, 0] == 0, 1], minlength=3), 1 - np.cos(angles)
     assert counts[0] == 0
-    assert stats.chisquare(counts[1:], len(after_first) * share[1:] / share.sum()).pvalue > 1e-3
+    assert stats.chisquare(counts[1:], counts.sum() * share[1:] / share.sum()).pvalue > 1e-3

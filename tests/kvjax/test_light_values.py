@@ -1,6 +1,8 @@
 """The exact tokens with small values of SubGen and BalanceKV, unbiased sums of the others, and the bound of outputs."""
 
+import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -33,54 +35,37 @@ def stream_of(tokens):
 def run(policy, keys, values, lengths, chunk):
     """Returns the states after the prompt and after all tokens; compactions have `chunk` tokens."""
     spec = make_spec(prompt=PROMPT, new=NEW, head_dim=DIM, rope_frequencies=None, query_heads=2)
-    empty = kvjax.init(policy, spec, row_keys())
-    cache, counters, _ = kvjax.prefill(*empty, keys[:, :PROMPT], values[:, :PROMPT], lengths)
+    *prompted, _ = kvjax.prefill(*kvjax.init(policy, spec, row_keys()), keys[:, :PROMPT], values[:, :PROMPT], lengths)
     rows = jnp.arange(len(lengths))[:, None]
 
     def step(state, start):
         place = lengths[:, None] + start + jnp.arange(chunk)
         return kvjax.compact(*kvjax.append(*state, keys[rows, place], values[rows, place])), None
 
-    (later, _), _ = jax.lax.scan(step, (cache, counters), jnp.arange(0, NEW, chunk))
-    return cache.state, later.state
-
-
-def lightest(values, first, last, count):
-    """Returns the sorted numbers of the tokens in [first, last) with the smallest norms."""
-    norms = np.linalg.norm(values[first:last], axis=-1)
-    return np.sort(first + np.argsort(norms, kind="stable")[:count])
+    (later, _), _ = jax.lax.scan(step, tuple(prompted), jnp.arange(0, NEW, chunk))
+    return prompted[0].state, later.state
 
 
 @pytest.mark.parametrize("name, chunk", [("subgen", 6), ("subgen", 3), ("balancekv_theory", 6)])
 def test_the_lightest_tokens_are_exact_and_every_other_token_is_in_the_structures_once(name, chunk):
     keys, values = stream_of(PROMPT + NEW)
     states = run(POLICIES[name], keys, values, jnp.array(LENGTHS), chunk)
-    for tokens, state in zip((0, NEW), states, strict=True):
-        for row, length in enumerate(LENGTHS):
-            end = max(length + tokens - WINDOW["recent"], WINDOW["sinks"])
-            for head in range(2):
-                expected = lightest(values[row, :, head], WINDOW["sinks"], end, LIGHT)
-                first = state.window.fixed
-                held = np.asarray(state.window.values[row, head, first : first + len(expected)])
-                order = np.argsort(np.linalg.norm(held, axis=1))
-                by_norm = expected[np.argsort(np.linalg.norm(values[row, expected, head], axis=1))]
-                np.testing.assert_array_equal(held[order], values[row, by_norm, head])
-                held = np.asarray(state.window.keys[row, head, first : first + len(expected)])
-                np.testing.assert_array_equal(held[order], keys[row, by_norm, head])
-                others = np.setdiff1d(np.arange(WINDOW["sinks"], end), expected)
-                if name == "subgen":
-                    streams = state.streams
-                    assert int(streams.table.count[row, head].sum()) == len(others)
-                    mass = np.sum(values[row, others, head].astype(np.float64) ** 2)
-                    np.testing.assert_allclose(streams.reservoir.total[row, head], mass, rtol=1e-5)
-                else:
-                    assert int(state.numerator.trees.count[row, head].sum()) == len(others)
-                    assert int(state.denominator.count[row, head]) == len(others)
-
-
-def test_light_tokens_are_at_most_a_quarter_of_the_free_slots():
-    policy = kvjax.SubGen(30, sinks=2, recent=8)
-    assert policy.sizes.light == 5 and policy.light_values == 32
+    for (tokens, state), row, head in itertools.product(zip((0, NEW), states, strict=True), range(3), range(2)):
+        middle = np.arange(WINDOW["sinks"], max(LENGTHS[row] + tokens - WINDOW["recent"], WINDOW["sinks"]))
+        norms = np.linalg.norm(values[row, middle, head], axis=-1)
+        lightest, others = np.split(middle[np.argsort(norms, kind="stable")], [LIGHT])
+        slots = slice(state.window.fixed, state.window.fixed + len(lightest))
+        held_keys, held_values = (np.asarray(x)[row, head, slots] for x in (state.window.keys, state.window.values))
+        order = np.argsort(np.linalg.norm(held_values, axis=1))
+        np.testing.assert_array_equal(held_values[order], values[row, lightest, head])
+        np.testing.assert_array_equal(held_keys[order], keys[row, lightest, head])
+        if name == "subgen":
+            assert int(state.streams.table.count[row, head].sum()) == len(others)
+            mass = np.sum(values[row, others, head].astype(np.float64) ** 2)
+            np.testing.assert_allclose(state.streams.reservoir.total[row, head], mass, rtol=1e-5)
+        else:
+            assert int(state.numerator.trees.count[row, head].sum()) == len(others)
+            assert int(state.denominator.count[row, head]) == len(others)
 
 
 def test_sums_of_self_normalized_subgen_are_unbiased():
@@ -120,15 +105,14 @@ def test_an_output_is_at_most_the_largest_value_over_the_share_of_the_samples(na
     rng = np.random.default_rng(0)
     keys, values = rng.normal(size=(2, 128, DIM)).astype(np.float32)
     queries = (20 * rng.normal(size=(64, DIM))).astype(np.float32)
-    options = {"sinks": 0, "recent": 0, "light_values": 4}
-    make = functools.partial(kvjax.SubGen if name == "subgen" else BalanceKVTheory, 72, **options)
-    limit = np.linalg.norm(values, axis=1).max()
-    outputs, _ = attend_after_prompt(make(self_normalization=share), keys, values, queries, 4)
-    norms = np.linalg.norm(np.asarray(outputs, np.float64), axis=-1)
-    assert np.isfinite(norms).all() and norms.max() <= limit / share * (1 + 1e-5)
-    outputs, _ = attend_after_prompt(make(self_normalization=0.0), keys, values, queries, 4)
-    norms = np.linalg.norm(np.asarray(outputs, np.float64), axis=-1)
-    assert not (norms <= limit / share).all()
+    limit = np.linalg.norm(values, axis=1).max() / share
+    for own_share in (share, 0.0):
+        options = {"budget": 72, "sinks": 0, "recent": 0, "light_values": 4, "self_normalization": own_share}
+        policy = dataclasses.replace(POLICIES[name], **options)
+        outputs, _ = attend_after_prompt(policy, keys, values, queries, 4)
+        norms = np.linalg.norm(np.asarray(outputs, np.float64), axis=-1)
+        assert np.isfinite(norms).all() or own_share == 0
+        assert (norms.max() <= limit * (1 + 1e-5)) == (own_share > 0)
 
 
 def test_the_error_of_the_denominator_of_samples_is_within_kappa_times_the_bound_of_the_numerator():

@@ -33,15 +33,8 @@ def empty_tree(bins=BINS, bin_slots=BIN_SLOTS, value_dim=VALUE_DIM):
 def occupied(tree):
     """Returns the entries of a tree in the order of slots, and the node of the offline tree that each bin holds."""
     there = np.asarray(tree.log_weight) > -np.inf
-    values = None if tree.values is None else np.asarray(tree.values)[there]
-    return {
-        "keys": np.asarray(tree.keys)[there],
-        "values": values,
-        "log_weight": np.asarray(tree.log_weight),
-        "level": np.asarray(tree.level),
-        "index": np.asarray(tree.index),
-        "counts": [int(tree.count), int(tree.clipped), int(tree.lost)],
-    }
+    entries = np.asarray(tree.keys)[there], np.asarray(tree.values)[there]
+    return *entries, *map(np.asarray, (tree.log_weight, tree.level, tree.index, tree.count, tree.clipped, tree.lost))
 
 
 def offline(keys, values, halve):
@@ -55,9 +48,9 @@ def offline(keys, values, halve):
         children = [node(level - 1, 2 * index + side) for side in (0, 1)]
         tokens, weights = (np.concatenate(parts) for parts in zip(*children, strict=True))
         rng = jax.random.fold_in(jax.random.fold_in(jax.random.key(7), level), index)
-        kept, weight, count = (np.asarray(part) for part in halve(rng, keys[tokens], values[tokens], weights))
+        kept, weight, count = halve(rng, keys[tokens], values[tokens], weights)
         clipped.append(int(count))
-        return tokens[kept], weight
+        return tokens[np.asarray(kept)], np.asarray(weight)
 
     return node, clipped
 

@@ -12,14 +12,14 @@ import pytest
 from scipy import stats
 
 import kvjax
-from kvjax.budget import abstract_cache, format_bytes, row_bytes, row_read_bytes
+from kvjax.budget import abstract_cache, format_bytes, row_bytes
 from kvjax.cache import _segments
 from kvjax.combinators.head_budgets import retrieving_heads
 from kvjax.methods.clustergen.k_center import greedy_k_center
+from kvjax.quantization import FORMATS
 from kvjax.registry import POLICIES as REGISTERED
 from kvjax.registry import resolve_policy
 from kvjax.segment import BlockStoreRead, Segment
-from kvjax.spec import round_to_tiles
 from kvjax.state import CacheBytes
 from pallas_kernels import hopper, weighted_decode
 from tests.kvjax.support import (
@@ -35,9 +35,9 @@ from tests.kvjax.support import (
     Stream,
     after,
     begin,
-    decoded,
     each,
     every_policy,
+    few_policies,
     go,
     make_spec,
     make_stream,
@@ -51,14 +51,6 @@ from tests.kvjax.support import (
 )
 
 KV_HEADS, VALUE_DIM = 2, 48
-# Policies whose weights sum to the number of tokens.
-WEIGHING = ("uniform", "chelsea", "subgen_mean")
-WEIGHING += ("clusterkv_residual",)
-
-
-def held_positions(row, step):
-    """Returns which positions a row holds after `step + 1` appended tokens."""
-    return np.arange(HEAD_DIM) < LENGTHS[row] + step + 1
 
 
 # --- laws of every policy ---
@@ -76,12 +68,10 @@ QUANTIZED_ROWS = [("chelsea", rows, "int8") for rows in ALONE]
 def test_rows_do_not_depend_on_other_rows(name, rows, kv_dtype):
     stream = Stream(*(part[list(rows)] for part in make_stream()))
     lengths = tuple(LENGTHS[row] for row in rows)
-    prompt = prompt_of(stream, lengths, garbage=1)
-    spec = make_spec(batch=len(rows), kv_dtype=kv_dtype)
-    cache, counters = begin(POLICIES[name], spec, row_keys()[jnp.array(rows)], *prompt, lengths)
-    outputs, weights, *_ = go(cache, counters, after(stream, lengths))
-    expected, expected_weights, *_ = whole_run(name, kv_dtype=kv_dtype)
-    expected, expected_weights = expected[list(rows)], expected_weights[list(rows)]
+    spec, keys = make_spec(batch=len(rows), kv_dtype=kv_dtype), row_keys()[jnp.array(rows)]
+    state = begin(POLICIES[name], spec, keys, *prompt_of(stream, lengths, garbage=1), lengths)
+    outputs, weights, *_ = go(*state, after(stream, lengths))
+    expected, expected_weights = (x[list(rows)] for x in whole_run(name, kv_dtype=kv_dtype)[:2])
     np.testing.assert_array_equal(weights > 1e-6, expected_weights > 1e-6)  # the tokens kept
     np.testing.assert_allclose(weights, expected_weights, atol=1e-5)
     np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-5)
@@ -98,13 +88,18 @@ def test_rows_and_heads_draw_different_tokens(name):
     assert len(np.unique(kept, axis=0)) == len(kept)
 
 
-@pytest.mark.parametrize("name", ["chelsea", "subgen_mean"])
-def test_means_read_every_token_once(name):
-    # A query of zeros reads the sum of sizes times mean values, at every step and through all compactions.
-    _, weights, *_ = whole_run(name)
+def present_tokens():
+    """Returns which tokens [B, N, 1, D] have been appended at every step of `whole_run`."""
     length = np.array(LENGTHS)[:, None] + 1 + np.arange(NEW)
-    present = np.arange(HEAD_DIM) < length[..., None]
-    np.testing.assert_allclose(weights, np.broadcast_to(present[:, :, None], weights.shape), atol=2e-5)
+    return (np.arange(HEAD_DIM) < length[..., None])[:, :, None]
+
+
+@pytest.mark.parametrize("kv_dtype, tolerance", [(None, 2e-5), ("bfloat16", 5e-3)])
+@pytest.mark.parametrize("name", ["chelsea", "subgen_mean"])
+def test_means_read_every_token_once(name, kv_dtype, tolerance):
+    # A query of zeros reads the sum of sizes times mean values, at every step and through all compactions.
+    _, weights, *_ = whole_run(name, kv_dtype=kv_dtype)
+    np.testing.assert_allclose(weights, np.broadcast_to(present_tokens(), weights.shape), atol=tolerance)
 
 
 @every_policy
@@ -119,28 +114,33 @@ def test_appending_a_block_equals_appending_its_tokens(name):
 @every_policy
 def test_the_cache_keeps_its_shapes_and_dtypes(name):
     """With all options of a layer: a scale, a cap, attention sinks and values of another dimension."""
-    policy, stream, sinks = POLICIES[name], make_stream(), jnp.arange(4.0)
+    stream, sinks = make_stream(), jnp.arange(4.0)
     stream = stream._replace(values=stream.values[..., :VALUE_DIM])
     spec = make_spec(dtype=jnp.bfloat16, value_dim=VALUE_DIM, scale=0.6, logit_cap=1.5)
-    abstract = abstract_cache(policy, spec)
-    state = jax.eval_shape(lambda: prefilled(policy, stream, spec))
     new = after(stream, LENGTHS, 3)
-    appended = jax.eval_shape(kvjax.append, *state, new.keys, new.values)
-    attended, *stepped = jax.eval_shape(
-        lambda state: kvjax.step(*state, new.queries, new.keys, new.values, sink_logits=sinks), state
-    )
-    partials = jax.eval_shape(lambda state: kvjax.attend(*state, new.queries[:, :1], sink_logits=sinks), state)
+
+    def run():
+        state = prefilled(POLICIES[name], stream, spec)
+        appended = kvjax.append(*state, new.keys, new.values)
+        attended, *stepped = kvjax.step(*state, new.queries, new.keys, new.values, sink_logits=sinks)
+        outputs = attended, kvjax.attend(*state, new.queries[:, :1], sink_logits=sinks)
+        return outputs, (state, appended, tuple(stepped), kvjax.compact(*appended))
+
+    abstract, ((attended, partials), states) = abstract_cache(POLICIES[name], spec), jax.eval_shape(run)
     assert partials.numerator.shape[-1] == attended.shape[-1] == VALUE_DIM
-    for other in (state, appended, tuple(stepped), jax.eval_shape(kvjax.compact, *appended)):
+    for other in states:
         assert jax.tree.structure(abstract) == jax.tree.structure(other)
         chex.assert_trees_all_equal_shapes_and_dtypes(with_integer_keys(abstract), with_integer_keys(other))
+
+    # Another weak type would be another trace.
+    later = jax.eval_shape(lambda state: kvjax.compact(*kvjax.append(*state, new.keys, new.values)), abstract)
+    assert [leaf.weak_type for leaf in jax.tree.leaves(later)] == [leaf.weak_type for leaf in jax.tree.leaves(abstract)]
     assert {leaf.dtype for leaf in jax.tree.leaves((partials, attended))} == {jnp.dtype("float32")}
-    assert state[0].staging.keys.dtype == jnp.bfloat16
+    assert states[0][0].staging.keys.dtype == jnp.bfloat16
 
 
-@every_policy
+@few_policies
 def test_one_trace_serves_all_steps_and_any_cache_may_be_donated(name):
-    stream = make_stream()
     chex.clear_trace_counter()
 
     def once(function, **donate):
@@ -151,7 +151,7 @@ def test_one_trace_serves_all_steps_and_any_cache_may_be_donated(name):
     compact = once(lambda *arguments: kvjax.compact(*arguments), donate_argnums=(0, 1))
     cache, counters = kvjax.init(POLICIES[name], make_spec(), row_keys())
     steps = 2 * cache.policy.compact_every + 1
-    tokens = after(stream, (0,) * BATCH, steps)
+    tokens = after(make_stream(), (0,) * BATCH, steps)
     for number in range(steps):
         now = slice(number, number + 1)
         cache, counters = append(cache, counters, tokens.keys[:, now], tokens.values[:, now])
@@ -166,32 +166,36 @@ def test_one_trace_serves_all_steps_and_any_cache_may_be_donated(name):
 def test_a_step_equals_append_and_attend_and_compacts_a_full_staging_buffer(name):
     # In blocks of three tokens a staging buffer of 8 is compacted when it holds six.
     stream = make_stream()
-    cache, counters = by_hand = prefilled(POLICIES[name], stream)
+    state = by_hand = prefilled(POLICIES[name], stream)
     step, append, attend = jax.jit(kvjax.step), jax.jit(kvjax.append), jax.jit(kvjax.attend)
     full_or_not = jax.jit(functools.partial(kvjax.step, compact_when_full=False))
     for number in range(6):
         new = after(stream, LENGTHS, 3, 3 * number)
-        attended, cache, counters = step(cache, counters, new.queries, new.keys, new.values)
+        attended, *state = step(*state, new.queries, new.keys, new.values)
         if number in (2, 4):
             by_hand = kvjax.compact(*by_hand)
-        if cache.policy.requires.attention_stats:  # which `attend` does not update
+        if state[0].policy.requires.attention_stats:  # which `attend` does not update
             last, *by_hand = full_or_not(*by_hand, new.queries, new.keys, new.values)
         else:
             by_hand = append(*by_hand, new.keys, new.values)
             # Only the last query attends to all tokens.
             last = kvjax.normalize(attend(*by_hand, new.queries[:, -1:]))
-        assert int(counters.offset) == int(by_hand[1].offset) == 3 * (number % 2 + 1)
+        assert int(state[1].offset) == int(by_hand[1].offset) == 3 * (number % 2 + 1)
         np.testing.assert_allclose(attended[:, -last.shape[1] :], last, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(counters.num_tokens, np.array(LENGTHS) + 18)
-    kvjax.raise_faults((cache, counters))
+    np.testing.assert_array_equal(state[1].num_tokens, np.array(LENGTHS) + 18)
+    kvjax.raise_faults(state)
 
 
-@every_policy
-def test_a_compaction_without_staged_tokens_changes_nothing(name):
+UNCHANGED = [(name, None) for name in POLICIES if name not in VARIANTS] + [("exact", kv_dtype) for kv_dtype in FORMATS]
+
+
+@pytest.mark.parametrize("name, kv_dtype", each(itertools.product(POLICIES, (None, *FORMATS)), UNCHANGED))
+def test_a_compaction_without_staged_tokens_changes_nothing(name, kv_dtype):
     # Finished sequences are compacted together with the others.
-    compact, stream = jax.jit(kvjax.compact), make_stream()
-    for settled in (prefilled(POLICIES[name], stream), tuple(whole_run(name)[2:])):
-        chex.assert_trees_all_equal(with_integer_keys(compact(*settled)), with_integer_keys(settled))
+    compact = jax.jit(kvjax.compact)
+    states = [prefilled(POLICIES[name], spec=make_spec(kv_dtype=kv_dtype)), whole_run(name, kv_dtype=kv_dtype)[2:]]
+    for settled in states:
+        chex.assert_trees_all_equal(with_integer_keys(compact(*settled)), with_integer_keys(tuple(settled)))
 
 
 @every_policy
@@ -204,15 +208,14 @@ def test_compaction_may_come_early(name):
     if name.startswith(("exact", "streaming_llm")):
         np.testing.assert_allclose(outputs, whole_run(name)[0], rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(weights, whole_run(name)[1], atol=1e-5)
-    if name in WEIGHING:
+    if name in ("uniform", "chelsea", "subgen_mean", "clusterkv_residual"):  # the weights sum to the tokens
         total = weights[:, -1].sum(-1)
         np.testing.assert_allclose(total, np.array(LENGTHS)[:, None] + NEW + np.zeros(KV_HEADS), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", each(ROOMY))
 def test_a_budget_of_all_tokens_gives_exact_attention(name):
-    stream = make_stream()
-    outputs, weights, *_ = decoded(ROOMY[name], stream)
+    outputs, weights, *_ = decoded(ROOMY[name])
     np.testing.assert_allclose(outputs, whole_run("exact")[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(weights, whole_run("exact")[1], atol=1e-5)
 
@@ -256,36 +259,6 @@ def test_bytes_of_a_row(name):
     assert (*sizes, kvjax.read_bytes(abstract_cache(policy, specs[1])[0]) / BATCH) == BYTES[name]
     state = jax.jit(kvjax.init, static_argnums=(0, 1))(policy, dataclasses.replace(specs[1], batch=1), row_keys(1))
     assert kvjax.cache_bytes(state) == CacheBytes(sizes[1], 0)
-
-
-def test_rounding_to_tiles_removes_at_most_two_percent():
-    slots = np.arange(1, 3000)
-    rounded = np.array([round_to_tiles(int(one)) for one in slots])
-    assert ((rounded == slots) | (rounded % 16 == 0)).all()
-    assert (rounded <= slots).all() and (rounded >= 0.98 * slots).all() and (slots - rounded < 16).all()
-    assert (rounded[slots >= 750] % 16 == 0).all()
-
-
-def test_fit_bytes_of_a_retrieval_policy_limits_the_bytes_read():
-    spec = make_spec()
-    make = functools.partial(kvjax.Quest, compact_every=8)
-
-    def reads(budget):
-        return row_read_bytes(make(budget), spec)
-
-    limit = reads(48)  # at least three pages are read, and there are four
-    assert row_read_bytes(kvjax.fit_bytes(make, spec, limit), spec) == limit < reads(64)
-    # A limit above the size of the cache reads everything.
-    assert row_read_bytes(kvjax.fit_bytes(make, spec, 10**7), spec) == reads(10**6) == reads(64)
-
-
-@pytest.mark.parametrize("kv_dtype", [None, "int8", "int2"])
-def test_fit_bytes_holds_all_tokens_within_a_larger_limit(kv_dtype):
-    spec = make_spec(kv_dtype=kv_dtype)
-    make = functools.partial(kvjax.KeyDiff, reserve_decode_slots=True)
-    policy = kvjax.fit_bytes(lambda budget: kvjax.HeadBudgets(kvjax.AdaKV(make(budget)), ((1.0, 1.0),)), spec, 10**7)
-    slots = abstract_cache(policy, spec)[0].state.keys.shape[2]
-    assert spec.capacity <= slots < spec.capacity + 16
 
 
 # --- sizes of stores ---
@@ -372,46 +345,53 @@ def test_a_budget_in_bytes_may_exceed_the_full_cache(name):
     assert row_bytes(policy, spec) < 2**20
 
 
-def test_format_bytes():
+@pytest.mark.parametrize(
+    "make, limit, message",
+    [
+        (kvjax.StreamingLLM, 3000, r"limit=3000 .*budget=5 already takes"),
+        (kvjax.Uniform, 60, r"limit=60 .*budget=69 already takes"),
+        (
+            lambda budget: kvjax.HeadBudgets(kvjax.SnapKV(budget), ((1.0, 1.0),)),
+            3000,
+            "max_new_tokens, set reserve_decode",
+        ),
+        (lambda budget: kvjax.Exact(), 10**6, "does not grow with its budget"),
+    ],
+)
+def test_errors_of_fit_bytes_explain_why_no_budget_fits(make, limit, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.fit_bytes(make, make_spec(), limit)
     assert [format_bytes(n) for n in (10, 1536, 3 * 2**20, 5 * 2**30)] == ["10 B", "1.5 KiB", "3.0 MiB", "5.00 GiB"]
 
 
-def test_errors_of_fit_bytes_explain_why_no_budget_fits():
-    spec = make_spec()
-    with pytest.raises(ValueError, match=r"limit=3000 .*budget=5 already takes"):
-        kvjax.fit_bytes(kvjax.StreamingLLM, spec, 3000)
-    with pytest.raises(ValueError, match=r"limit=60 .*budget=69 already takes"):
-        kvjax.fit_bytes(kvjax.Uniform, spec, 60)
-    with pytest.raises(ValueError, match=r"reserved for new tokens; reduce max_new_tokens, set reserve_dec"):
-        kvjax.fit_bytes(lambda budget: kvjax.HeadBudgets(kvjax.AdaKV(kvjax.SnapKV(budget)), ((1.0, 1.0),)), spec, 3000)
-    with pytest.raises(ValueError, match="does not grow with its budget"):
-        kvjax.fit_bytes(lambda budget: kvjax.Exact(), spec, 10**6)
+# --- windows ---
+
+# Policies, windows of layers, sinks, and tokens per step. A sliding window is used whatever the policy.
+WINDOWS = [
+    *(
+        (kvjax.StreamingLLM(budget, sinks=sinks, compact_every=every), None, sinks, 1)
+        for budget, sinks, every in [(8, 2, 1), (8, 2, 6), (8, 2, 64), (9, 4, 5), (30, 0, 8)]
+    ),
+    *((POLICIES["quest"], 5, 0, 1), (POLICIES["uniform"], 6, 0, 3), (POLICIES["exact"], 1, 0, 1)),
+    (POLICIES["h2o"], 30, 0, 8),
+]
 
 
-# --- streaming_llm ---
-
-# Small windows with different compaction periods, and a window longer than the blocks of the stream.
-STREAMING = {
-    (budget, sinks, every): kvjax.StreamingLLM(budget, sinks=sinks, compact_every=every)
-    for budget, sinks, every in [(8, 2, 1), (8, 2, 6), (8, 2, 64), (9, 4, 5), (30, 0, 8)]
-}
-
-
-@pytest.mark.parametrize("shape", STREAMING)
-def test_streaming_llm_reads_sinks_and_recent_tokens_at_every_step(shape):
-    budget, sinks, _ = shape
-    stream = make_stream()
-    outputs, weights, *_ = decoded(STREAMING[shape], stream)
+@pytest.mark.parametrize("policy, window, sinks, block", WINDOWS)
+def test_windows_read_sinks_and_recent_tokens_at_every_step(policy, window, sinks, block):
+    stream, spec = make_stream(), make_spec(window=window, logit_cap=20.0)
+    outputs, weights, *state = go(*prefilled(policy, stream, spec), after(stream, LENGTHS), block)
     position = np.arange(HEAD_DIM)
     for row, step in itertools.product(range(BATCH), range(NEW)):
         end = LENGTHS[row] + step + 1
-        kept = (position < end) & ((position < sinks) | (position >= end - (budget - sinks)))
+        kept = (position < end) & ((position < sinks) | (position >= end - ((window or policy.budget) - sinks)))
         for head in range(KV_HEADS):
             np.testing.assert_array_equal(weights[row, step, head], kept, err_msg=f"{row=} {step=}")
-        tokens = position[kept]
-        keys, values = stream.keys[row, tokens, 1], stream.values[row, tokens, 1]
-        expected = softmax_attention(stream.queries[row, end - 1, 2], keys, values)
-        np.testing.assert_allclose(outputs[row, step, 2], expected, atol=1e-5)
+            tokens, query = position[kept], stream.queries[row, end - 1, 2 * head]
+            keys, values = stream.keys[row, tokens, head], stream.values[row, tokens, head]
+            expected = softmax_attention(query, keys, values, logit_cap=20.0)
+            np.testing.assert_allclose(outputs[row, step, 2 * head], expected, atol=1e-5)
+    kvjax.raise_faults(state)
 
 
 @pytest.mark.parametrize("block", [1, 8])
@@ -420,8 +400,7 @@ def test_reindexed_streaming_llm_rotates_at_positions_inside_the_cache(block):
     stream, budget, sinks = make_stream(), 16, 2
     rotated = Stream(_rotated(stream.keys), stream.values, _rotated(stream.queries))
     reindexed = POLICIES["streaming_llm_reindexed"]
-    cache, counters = prefilled(reindexed, rotated)
-    outputs, *_ = go(cache, counters, after(rotated, LENGTHS), block)
+    outputs, *_ = go(*prefilled(reindexed, rotated), after(rotated, LENGTHS), block)
     for row, step, head in itertools.product(range(BATCH), range(NEW), (0, 2)):
         end = LENGTHS[row] + step + 1
         tokens = [position for position in range(end) if position < sinks or position >= end - (budget - sinks)]
@@ -429,8 +408,7 @@ def test_reindexed_streaming_llm_rotates_at_positions_inside_the_cache(block):
         query = _rotated(stream.queries[row, end - 1, head][None, None, None], [len(tokens) - 1])[0, 0, 0]
         expected = softmax_attention(query, keys, stream.values[row, tokens, 0])
         np.testing.assert_allclose(outputs[row, step, head], expected, atol=2e-5)
-    plain = prefilled(POLICIES["streaming_llm"], rotated)
-    unmoved, *_ = go(*plain, after(rotated, LENGTHS), block)
+    unmoved, *_ = go(*prefilled(POLICIES["streaming_llm"], rotated), after(rotated, LENGTHS), block)
     assert np.abs(outputs - unmoved)[0].max() > 1e-3  # reindexing changes outputs
 
 
@@ -459,42 +437,33 @@ def test_uniform_samples_without_replacement_with_weights_that_sum_to_the_tokens
         expected_weight = max(1.0, between.sum() / size)
         assert np.count_nonzero(read[between]) == min(size, between.sum())
         np.testing.assert_allclose(read[between & (read > 0)], expected_weight, rtol=1e-5)
-        np.testing.assert_array_equal(read[~between], (held_positions(row, step) & ~between)[~between])
+        np.testing.assert_array_equal(read[~between], present_tokens()[row, step, 0][~between])
         np.testing.assert_allclose(read.sum(), LENGTHS[row] + step + 1, rtol=1e-5)
 
 
 def test_uniform_samples_do_not_depend_on_blocks():
     stream, finals = make_stream(), []
-    for lengths, count, block, every in [
-        ((40,) * 3, 24, 1, 8),
-        ((40,) * 3, 24, 1, 1),
-        ((40,) * 3, 24, 4, 4),
-        ((16,) * 3, 48, 8, 8),
-    ]:
-        cache, counters = prefilled(POLICIES["uniform"], stream, make_spec(new=48), lengths)
-        *_, cache, counters = go(cache, counters, after(stream, lengths, count), block, every)
-        finals.append(read_weights(cache, counters))
+    for length, count, block, every in [(40, 24, 1, 8), (40, 24, 1, 1), (40, 24, 4, 4), (16, 48, 8, 8)]:
+        lengths = (length,) * BATCH
+        start = prefilled(POLICIES["uniform"], stream, make_spec(new=48), lengths)
+        finals.append(read_weights(*go(*start, after(stream, lengths, count), block, every)[2:]))
     for final in finals[1:]:
         np.testing.assert_allclose(final, finals[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("num_decoded", [0, 16])
 def test_uniform_includes_every_token_equally_often(num_decoded):
-    batch, sinks, recent, size = 400, 2, 4, 6
-    policy = kvjax.Uniform(12, sinks=2, recent=4, compact_every=8)
-    spec = make_spec(batch=batch, prompt=48 - num_decoded, new=16, head_dim=HEAD_DIM, query_heads=2)
-    stream = make_stream(batch=1, tokens=48, query_heads=2)
-    stream = Stream(*(np.repeat(part, batch, axis=0) for part in stream))
+    batch, size = 400, 6
+    policy, spec = kvjax.Uniform(12, sinks=2, recent=4, compact_every=8), make_spec(batch, 48 - num_decoded, 16)
+    stream = Stream(*(np.repeat(part, batch, axis=0) for part in make_stream(batch=1, tokens=48)))
     lengths = np.full(batch, 48 - num_decoded)
-    prompt = prompt_of(stream, lengths, 48 - num_decoded)
-    cache, counters = begin(policy, spec, row_keys(batch, seed=3), *prompt, lengths)
+    state = begin(policy, spec, row_keys(batch, seed=3), *prompt_of(stream, lengths, 48 - num_decoded), lengths)
     append, compact = jax.jit(kvjax.append), jax.jit(kvjax.compact)
     for first in range(0, num_decoded, 8):
         part = after(stream, lengths, 8, first)
-        cache, counters = compact(*append(cache, counters, part.keys, part.values))
-    kept = np.asarray(read_weights(cache, counters)) > 0
-    between = middles(sinks, recent, 48)
-    included = kept[:, :, between].sum(axis=(0, 1))
+        state = compact(*append(*state, part.keys, part.values))
+    between = middles(2, 4, 48)
+    included = (np.asarray(read_weights(*state)) > 0)[:, :, between].sum(axis=(0, 1))
     tokens, draws = int(between.sum()), batch * KV_HEADS
     expected = draws * size / tokens
     # Counts of samples without replacement are negatively correlated, which lowers the statistic by this factor.
@@ -516,9 +485,9 @@ def test_clustergen_keeps_farthest_first_centers_of_the_prompt_and_the_window(ke
     if keys_are == "tied":  # small integers: many distances are equal
         stream = stream._replace(keys=rng.integers(-1, 2, stream.keys.shape).astype(np.float32) * (np.arange(64) < 3))
     lengths = (37, 15, 5)
-    cache, counters = prefilled(POLICIES["clustergen"], stream, lengths=lengths)
-    start = read_weights(cache, counters)
-    _, weights, *_ = go(cache, counters, after(stream, lengths))
+    state = prefilled(POLICIES["clustergen"], stream, lengths=lengths)
+    start = read_weights(*state)
+    _, weights, *_ = go(*state, after(stream, lengths))
     position = np.arange(HEAD_DIM)
     for row, head in itertools.product(range(BATCH), range(KV_HEADS)):
         valid = middles(2, 8, lengths[row])
@@ -533,29 +502,21 @@ def test_clustergen_keeps_farthest_first_centers_of_the_prompt_and_the_window(ke
 # --- errors ---
 
 
-def test_all_registered_policies_but_exact_take_a_budget():
-    assert {name for name in REGISTERED if not kvjax.PolicyChoice(name).takes_budget} == {"exact"}
-    assert REGISTERED["uniform"] is kvjax.Uniform
-
-
-TAKE_TOKENS = ("step", "append", "prefill")
-
-
 @pytest.mark.parametrize(
     "name, shapes, functions",
     [
-        ("keys", [(2, 5, 2, 64), (3, 5, 1, 64), (3, 5, 2, 1)], TAKE_TOKENS),
-        ("values", [(3, 4, 2, 64), (3, 5, 1, 64), (3, 5, 2, 1)], TAKE_TOKENS),
+        ("keys", [(2, 5, 2, 64), (3, 5, 1, 64), (3, 5, 2, 1)], ("step", "append", "prefill")),
+        ("values", [(3, 4, 2, 64), (3, 5, 1, 64), (3, 5, 2, 1)], ("step", "append", "prefill")),
         ("queries", [(2, 5, 4, 64), (3, 5, 2, 64), (3, 5, 8, 64), (3, 5, 4, 32), (3, 4, 64)], ("step", "attend")),
         ("queries", [(3, 2, 4, 64)], ("step",)),  # `attend` accepts any number of queries
     ],
 )
 def test_arrays_of_invalid_shape_are_refused(name, shapes, functions):
-    cache, counters = kvjax.init(POLICIES["uniform"], make_spec(), row_keys())
+    state = kvjax.init(POLICIES["uniform"], make_spec(), row_keys())
     valid = {"queries": (3, 5, 4, 64), "keys": (3, 5, 2, 64), "values": (3, 5, 2, 64)}
     for shape, function in itertools.product(shapes, functions):
         queries, keys, values = (jnp.zeros(shape) for shape in (valid | {name: shape}).values())
         arguments = {"step": (queries, keys, values), "append": (keys, values), "attend": (queries,)}
         arguments["prefill"] = keys, values, jnp.ones(3, int)
         with pytest.raises(ValueError, match=f"{name} have shape"):
-            getattr(kvjax, function)(cache, counters, *arguments[function])
+            getattr(kvjax, function)(*state, *arguments[function])

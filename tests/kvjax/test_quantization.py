@@ -18,6 +18,7 @@ from tests.kvjax.support import make_spec, make_stream, row_keys
 PACKED = {name: form.bits for name, form in FORMATS.items() if form.bits is not None}
 # Squared errors of int8 and float8_e4m3fn on Gaussian coordinates, relative to their variance.
 EIGHT_BIT_ERRORS = {"int8": 6e-5, "fp8": 8e-4}
+SIZES = (1e-30, 1e-4, 1e4, 1e30)
 
 
 @functools.partial(jax.jit, static_argnames=("name", "unbiased"))
@@ -59,16 +60,12 @@ def test_packing_is_lossless_and_products_are_sums_over_parts(bits, columns, see
 
 
 @pytest.mark.parametrize("columns", [1, 24, 64, 80, 128])
-def test_the_rotation_is_orthogonal(columns):
-    matrix = quantization.rotation(columns).astype(np.float64)
+def test_the_rotation_is_orthogonal_and_never_changes(columns):
+    matrix, x = quantization.rotation(columns).astype(np.float64), gaussian(5, columns)
     np.testing.assert_allclose(matrix @ matrix.T, np.eye(columns), atol=1e-6)
-    x = gaussian(5, columns)
     np.testing.assert_allclose(quantization.rotate_back(quantization.rotate(x)), x, atol=1e-5)
-
-
-def test_the_rotation_never_changes():
-    np.testing.assert_array_equal(np.sign(quantization.rotation(8)[:, 0]), [1, -1, -1, 1, -1, -1, 1, 1])
-    np.testing.assert_allclose(quantization.rotation(24)[0, :3], [0.2637711, 0.1236045, -0.2218370], atol=1e-6)
+    if columns == 24:
+        np.testing.assert_allclose(matrix[0, :3], [0.2637711, 0.1236045, -0.2218370], atol=1e-6)
 
 
 # --- errors ---
@@ -88,11 +85,12 @@ def test_the_distortion_is_within_the_bounds_of_theory(name, bits, columns):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("factor", [1.0, 100.0, 1000.0])
-def test_an_outlier_channel_does_not_raise_the_relative_error(name, factor):
+@pytest.mark.parametrize("size, factor", [(1, 1.0), (1, 100.0), (1, 1000.0), *((size, 1.0) for size in SIZES)])
+def test_the_relative_error_does_not_depend_on_the_norm_or_an_outlier_channel(name, size, factor):
     x = gaussian(500, 64)
     x[:, 7] *= factor
-    error = np.sum((np.asarray(restore(x, name)) - x) ** 2, axis=-1) / np.sum(x**2, axis=-1)
+    size = np.float32(size)
+    error = np.sum((np.asarray(restore(x * size, name)) / size - x) ** 2, axis=-1) / np.sum(x**2, axis=-1)
     assert np.mean(error) < (EIGHT_BIT_ERRORS.get(name) or 1.15 * lloyd_max_error(PACKED[name]))
 
 
@@ -115,12 +113,11 @@ def test_unbiased_inner_products_are_right_on_average(name):
     """The regression slope on true products is 1 within four standard errors; the nearest numbers shrink it."""
     keys, query = gaussian(40_000, 64), gaussian(1, 64, seed=1)[0]
     exact = keys @ query
-    unbiased, nearest = (np.asarray(restore(keys, name, unbiased=unbiased)) @ query for unbiased in (True, False))
-    deviation = np.std(unbiased - exact) / np.sqrt(len(keys)) / np.std(exact)
-    slopes = [(exact @ products) / (exact @ exact) for products in (unbiased, nearest)]
+    products = [np.asarray(restore(keys, name, unbiased=unbiased)) @ query for unbiased in (True, False)]
+    deviation = np.std(products[0] - exact) / np.sqrt(len(keys)) / np.std(exact)
+    slopes = [(exact @ one) / (exact @ exact) for one in products]
     assert abs(slopes[0] - 1) < 4 * deviation
-    if name != "int4":
-        assert slopes[1] < 1 - 4 * deviation
+    assert name == "int4" or slopes[1] < 1 - 4 * deviation
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -128,20 +125,8 @@ def test_unbiased_inner_products_are_right_on_average(name):
 def test_quantizing_again_changes_nothing(name, unbiased):
     x = np.concatenate([gaussian(500, 64), np.zeros((1, 64)), np.eye(64)]).astype(np.float32)
     once = restore(x, name, unbiased)
-    twice = restore(once, name, unbiased)
-    np.testing.assert_allclose(twice, once, rtol=1e-6, atol=1e-6)
-    first, second = (quantize(x, name, unbiased=unbiased) for x in (once, twice))
-    np.testing.assert_array_equal(first.scale, second.scale)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("size", [1e-30, 1e-4, 1e4, 1e30])
-def test_the_relative_error_does_not_depend_on_the_norm(name, size):
-    x = gaussian(200, 64)
-    errors = [
-        np.linalg.norm(np.asarray(restore(x * size, name)) / size - x) for size in (np.float32(size), np.float32(1))
-    ]
-    assert errors[0] < 1.05 * errors[1]
+    np.testing.assert_allclose(restore(once, name, unbiased), once, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(*(quantize(one, name, unbiased=unbiased).scale for one in (x, once)))
 
 
 # --- errors of attention ---
@@ -168,14 +153,13 @@ def attend(kv_dtype, keys, values, queries, new=8):
 def test_the_mean_of_keys_costs_no_bits_and_is_computed_once():
     stream = make_stream()
     values, queries = stream.values[:1, :40], 0.3 * stream.queries[:1, 40:44]
-    mean = 10 * np.random.default_rng(0).normal(size=(1, 1, 2, 64)).astype(np.float32)
-    errors = []
+    mean, errors = 10 * np.random.default_rng(0).normal(size=(1, 1, 2, 64)).astype(np.float32), []
     for shift in (0.0, 1.0):
         keys = stream.keys[:1, :40] + shift * mean
-        (quantized, cache, counters), (exact, *_) = (attend(name, keys, values, queries) for name in ("int3", None))
+        (quantized, *state), (exact, *_) = (attend(name, keys, values, queries) for name in ("int3", None))
         errors.append(np.mean(np.abs(quantized - exact)))
     assert errors[1] < 1.5 * errors[0] + 1e-6
-    offset = cache.state.keys.offset
+    offset = state[0].state.keys.offset
     np.testing.assert_allclose(offset, np.mean(keys, axis=1), rtol=1e-5, atol=1e-5)
-    later, _ = kvjax.compact(*kvjax.append(cache, counters, stream.keys[:1, 40:44], stream.values[:1, 40:44]))
+    later, _ = kvjax.compact(*kvjax.append(*state, stream.keys[:1, 40:44], stream.values[:1, 40:44]))
     np.testing.assert_array_equal(later.state.keys.offset, offset)

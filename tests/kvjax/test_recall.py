@@ -1,5 +1,8 @@
 """The block store and the selection of its blocks against loops in Python."""
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,13 +26,11 @@ def test_max_blocks_suffice_for_any_partition(seed, parts, tokens):
     assert (-(-size // BLOCK_SIZE)).sum() <= block_store.max_blocks(tokens, parts, BLOCK_SIZE)
 
 
-def stores(seed=0, rows=2, kv_heads=3, blocks=5, dim=2, value_dim=None):
-    rng = np.random.default_rng(seed)
-    entries = jnp.asarray(
-        rng.normal(size=(rows, kv_heads, blocks, BLOCK_SIZE, 2 * padded_width(max(dim, value_dim or dim)))), jnp.float32
-    )
-    position = jnp.zeros((rows, kv_heads, blocks, BLOCK_SIZE), jnp.int32)
-    return block_store.BlockStore(entries, None, position, head_dim=dim, value_dim=value_dim or dim)
+def stores(dim, value_dim, blocks=5):
+    width = 2 * padded_width(max(dim, value_dim))
+    entries = np.random.default_rng(0).normal(size=(2, 3, blocks, BLOCK_SIZE, width))
+    position = jnp.zeros(entries.shape[:4], jnp.int32)
+    return block_store.BlockStore(jnp.asarray(entries, jnp.float32), None, position, head_dim=dim, value_dim=value_dim)
 
 
 @pytest.mark.parametrize("dim, value_dim", [(2, 2), (80, 80), (2, 7), (80, 16)])
@@ -42,23 +43,19 @@ def test_attention_reads_the_selected_blocks(group, dim, value_dim):
     read = blocks_as_entries(block_store.as_blocks(store), selected, None, jnp.asarray(count), dim)
     keys, values, present = read.keys, read.values, np.asarray(read.log_num) == 0
     for row, head in np.ndindex(2, 3 * group):
-        own_keys = np.asarray(store.keys)[row, head // group, block[row, head]]
-        own_values = np.asarray(store.values)[row, head // group, block[row, head]]
-        np.testing.assert_array_equal(keys[row, head], own_keys.reshape(-1, dim))
-        np.testing.assert_array_equal(values[row, head], own_values.reshape(-1, value_dim))
-        np.testing.assert_array_equal(
-            present[row, head], (np.arange(BLOCK_SIZE) < count[row, head][:, None]).reshape(-1)
-        )
+        own = row, head // group, block[row, head]
+        np.testing.assert_array_equal(keys[row, head], store.keys[own].reshape(-1, dim))
+        np.testing.assert_array_equal(values[row, head], store.values[own].reshape(-1, value_dim))
+        expected = np.arange(BLOCK_SIZE) < count[row, head][:, None]
+        np.testing.assert_array_equal(present[row, head], expected.reshape(-1))
     # Attention to blocks of the store and to fetched blocks.
     query = jnp.asarray(rng.normal(size=(2, 1, 6, dim)), jnp.float32)
     block, count = jnp.asarray(block), jnp.asarray(count)
     gathered = Segment(keys, values, log_num=jnp.where(present, 0.0, -jnp.inf))
-    for logit_cap in (None, 0.5):
-        expected = jax.tree.leaves(attend_segments(query, (gathered,), logit_cap=logit_cap))
-        for fetched in (None, gather_blocks(store.entries, block)):
-            actual = jax.tree.leaves(block_store.attend_blocks(query, store, block, count, logit_cap, fetched))
-            for one, other in zip(actual, expected, strict=True):
-                np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    for logit_cap, fetched in itertools.product((None, 0.5), (None, gather_blocks(store.entries, block))):
+        expected = attend_segments(query, (gathered,), logit_cap=logit_cap)
+        actual = block_store.attend_blocks(query, store, block, count, logit_cap, fetched)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual, expected)
 
 
 @pytest.mark.parametrize("value_dim", [3, 5])

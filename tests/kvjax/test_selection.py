@@ -56,11 +56,11 @@ def simulate(policy, scores, later):
     capacity = policy.budget + (NEW if policy.reserve_decode_slots else 0)
     kept, new = [set(ranked)], []
     for token in range(length, length + later):
-        if len(ranked) + len(new) >= capacity:
-            if len(ranked) > policy.sinks:
-                ranked.pop()
-            else:  # the oldest later token after the sinks, which may be later tokens themselves
-                new.pop(max(policy.sinks - len(ranked), 0))
+        if len(ranked) + len(new) >= capacity and len(ranked) > policy.sinks:
+            ranked.pop()
+        elif len(ranked) + len(new) >= capacity:
+            # The oldest later token after the sinks, which may be later tokens themselves.
+            new.pop(max(policy.sinks - len(ranked), 0))
         new.append(token)
         kept.append({*ranked, *new})
     return kept
@@ -86,13 +86,16 @@ def test_the_best_tokens_stay_and_later_tokens_replace_the_lowest(policy):
             assert set(np.flatnonzero(weights[row, step, head] > 0.5).tolist()) == expected, (row, head, step)
 
 
+later_slots = jax.jit(later_token_slots, static_argnums=3)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 6))
 def test_later_tokens_cycle_through_all_slots_but_the_sinks(ranked, empty, sinks):
     size = ranked + empty
     if size <= sinks:
         return
-    slots = np.asarray(later_token_slots(jnp.arange(3 * size), jnp.array(ranked), jnp.array(empty), sinks))
+    slots = np.asarray(later_slots(jnp.arange(72), jnp.array(ranked), jnp.array(empty), sinks))[: 3 * size]
     missing = max(sinks - ranked, 0)
     # The sinks that a short prompt left empty come first, once.
     np.testing.assert_array_equal(slots[:missing], ranked + np.arange(missing))
@@ -106,25 +109,30 @@ def test_later_tokens_cycle_through_all_slots_but_the_sinks(ranked, empty, sinks
     assert all(slot >= ranked for slot in first[: empty - missing])
 
 
+def pooled_tokens(scores, policy, safe):
+    """Returns which tokens [2, n] stay if heads share slots; every head keeps its `safe` tokens of highest score."""
+    scores = scores.copy()
+    scores[:, : policy.sinks] = np.inf
+    for head in scores:
+        best = np.argsort(-head, kind="stable")[:safe]
+        head[best] = np.maximum(head[best], 1e9)
+    kept = np.zeros(scores.size, bool)
+    kept[np.argsort(-scores.reshape(-1), kind="stable")[: 2 * min(policy.budget, scores.shape[1])]] = True
+    return kept.reshape(scores.shape)
+
+
 @pytest.mark.parametrize("alpha_safeguard", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("reserve", [False, True])
 def test_heads_share_one_budget(alpha_safeguard, reserve):
     # The second head's keys score higher, so it gets all slots but the first head's safeguarded ones.
-    policy = AdaKV(FirstKey(10, sinks=2, compact_every=4, reserve_decode_slots=reserve), alpha_safeguard)
+    policy = FirstKey(10, sinks=2, compact_every=4, reserve_decode_slots=reserve)
     stream = make_stream()
     stream.keys[:, :, 1, 0] += 3
-    (cache, counters), (plain, _) = (prefilled(one, stream) for one in (policy, policy.policy))
+    (cache, counters), (plain, _) = (prefilled(one, stream) for one in (AdaKV(policy, alpha_safeguard), policy))
     weights = np.asarray(read_weights(cache, counters))
+    safe = int(alpha_safeguard * 10) if reserve else max(int(alpha_safeguard * 10), 6)
     for row, length in enumerate(LENGTHS):
-        scores = stream.keys[row, :length, :, 0].T.copy()
-        scores[:, :2] = np.inf
-        safe = int(alpha_safeguard * 10) if reserve else max(int(alpha_safeguard * 10), 6)
-        for head in range(2):
-            best = np.argsort(-scores[head], kind="stable")[:safe]
-            scores[head, best] = np.maximum(scores[head, best], 1e9)
-        best = np.argsort(-scores.reshape(-1), kind="stable")[: 2 * min(10, length)]
-        expected = np.zeros((2, length))
-        expected.reshape(-1)[best] = 1
+        expected = pooled_tokens(stream.keys[row, :length, :, 0].T, policy, safe)
         np.testing.assert_allclose(weights[row, :, :length], expected, atol=1e-6)
     # The pool has the size of equal heads, and a step reads it once.
     assert kvjax.cache_bytes(cache).device <= kvjax.cache_bytes(plain).device + 4 * 3 * 2 * BATCH
@@ -133,37 +141,29 @@ def test_heads_share_one_budget(alpha_safeguard, reserve):
 
 @pytest.mark.parametrize("reserve", [False, True])
 def test_a_safeguard_of_one_gives_equal_heads(reserve):
-    plain = FirstKey(12, sinks=2, compact_every=4, reserve_decode_slots=reserve)
-    stream = make_stream()
-    runs = []
-    for policy in (plain, AdaKV(plain, 1.0)):
-        cache, counters = prefilled(policy, stream)
-        runs.append(go(cache, counters, after(stream, LENGTHS), 2)[:2])
+    plain, stream = FirstKey(12, sinks=2, compact_every=4, reserve_decode_slots=reserve), make_stream()
+    runs = [go(*prefilled(policy, stream), after(stream, LENGTHS), 2)[:2] for policy in (plain, AdaKV(plain, 1.0))]
     for one, other in zip(*runs, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("policy_class, options", [(KVzip, {}), (KVzip, {"plus": True}), (KVgrad, {})])
 def test_kvzip_scores_by_the_attention_of_the_repetition(policy_class, options):
-    rng = np.random.default_rng(2)
+    rng, lengths, tokens, chunks, width = np.random.default_rng(2), np.array([20, 13, 9]), 20, 3, 16
     stream, policy = make_stream(), policy_class(9, sinks=2, compact_every=4, chunk_tokens=8, **options)
-    tokens, chunks, width = 20, 3, 16
-    lengths = np.array([20, 13, 9])[:BATCH]
     # A repetition is its chunk, with three tokens in front from the second chunk on.
-    in_front = 3 * (np.arange(chunks) > 0)
     in_chunk = np.clip(lengths[:, None] - 8 * np.arange(chunks), 0, 8)
-    sizes = np.where(in_chunk > 0, in_chunk + in_front, 0).astype(np.int32)
+    sizes = np.where(in_chunk > 0, in_chunk + 3 * (np.arange(chunks) > 0), 0).astype(np.int32)
     queries = 2 * rng.normal(size=(BATCH, chunks * width, 4, HEAD_DIM)).astype(np.float32)
     repeated_keys = rng.normal(size=(BATCH, chunks * width, 2, HEAD_DIM)).astype(np.float32)
     keys, values = stream.keys[:, :tokens], stream.values[:, :tokens]
-    repeated = RepeatedPrompt(jnp.asarray(queries), jnp.asarray(repeated_keys), jnp.asarray(sizes))
-    query_weights, value_norms = np.ones(queries.shape[:2]), np.ones((BATCH, 4, tokens))
+    query_weights, value_norms, weights = np.ones(queries.shape[:2]), np.ones((BATCH, 4, tokens)), {}
     if policy_class is KVgrad or options:
-        query_weights, value_norms = rng.exponential(size=queries.shape[:2]), rng.exponential(size=(BATCH, 4, tokens))
-        weights = {"query_weights": query_weights, "value_norms": value_norms}
-        repeated = dataclasses.replace(repeated, **{key: jnp.asarray(x, jnp.float32) for key, x in weights.items()})
-    cache, counters = kvjax.init(policy, make_spec(), row_keys())
-    cache, counters, _ = kvjax.prefill(cache, counters, keys, values, jnp.asarray(lengths), repeated=repeated)
+        query_weights, value_norms = (rng.exponential(size=x.shape) for x in (query_weights, value_norms))
+        weights = {"query_weights": jnp.float32(query_weights), "value_norms": jnp.float32(value_norms)}
+    repeated = RepeatedPrompt(jnp.asarray(queries), jnp.asarray(repeated_keys), jnp.asarray(sizes), **weights)
+    empty = kvjax.init(policy, make_spec(), row_keys())
+    cache, *_ = kvjax.prefill(*empty, keys, values, jnp.asarray(lengths), repeated=repeated)
     kept = np.asarray(cache.state.values).argmax(-1)
     for (row, length), head in itertools.product(enumerate(lengths), range(2)):
         score = np.zeros(length)
@@ -183,17 +183,10 @@ def test_kvzip_scores_by_the_attention_of_the_repetition(policy_class, options):
         assert kept[row, head, : len(best)].tolist() == best.tolist()
 
 
-def predicted_scores(dtype=np.float32):
+def predicted_scores():
     """Returns random log scores of a prompt's tokens, NaN past each row's length."""
     scores = np.random.default_rng(3).normal(size=(BATCH, 2, PROMPT)) - 5
-    return np.where(np.arange(PROMPT) < np.array(LENGTHS)[:, None, None], scores, np.nan).astype(dtype)
-
-
-def best_tokens(scores, policy):
-    """Returns the tokens of one head that a top-k policy keeps, by rank."""
-    scores = scores.copy()
-    scores[: policy.sinks] = np.inf
-    return np.argsort(-scores, kind="stable")[: policy.budget].tolist()
+    return np.where(np.arange(PROMPT) < np.array(LENGTHS)[:, None, None], scores, np.nan).astype(np.float32)
 
 
 def prefill_with_scores(policy, scores):
@@ -202,74 +195,45 @@ def prefill_with_scores(policy, scores):
     return kvjax.prefill(*kvjax.init(policy, spec, row_keys()), *inputs, predicted_scores=scores)[:2]
 
 
-@pytest.mark.parametrize("reserve", [False, True])
-def test_kvzap_keeps_the_tokens_with_the_highest_predicted_scores(reserve):
-    policy, scores = kvjax.KVzap(20, compact_every=4, reserve_decode_slots=reserve), predicted_scores()
-    kept = np.asarray(prefill_with_scores(policy, jnp.asarray(scores))[0].state.values).argmax(-1)
-    for (row, length), head in itertools.product(enumerate(LENGTHS), range(2)):
-        best = best_tokens(scores[row, head, :length], policy)
-        assert kept[row, head, : len(best)].tolist() == best
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("recent", [0, 6])
-def test_kvzap_drops_later_tokens_of_low_score(recent, streaming):
+@pytest.mark.parametrize(
+    "recent, streaming, budgets",
+    [(0, False, (14, 14)), (0, True, (14, 14)), (6, False, (14, 14)), (6, True, (8, 16))],
+)
+def test_kvzap_drops_tokens_of_low_score(recent, streaming, budgets):
     """Every compaction keeps sinks, the newest tokens and those of highest score; rows get tokens in turns."""
     policy = kvjax.KVzap(14, sinks=2, recent=recent, compact_every=4)
-    stream, spec = make_stream(), make_spec(layer=0, layers=1)
+    stream, lengths = make_stream(), np.zeros(BATCH, int) if streaming else np.array(LENGTHS)
     random = np.random.default_rng(4)
     ranks = np.broadcast_to(np.arange(-64.0, 0), (BATCH, 2, 64))  # exact in bfloat16
     scores = random.permuted(ranks, axis=-1).astype(np.float32)
-    cache, counters = kvjax.init(policy, spec, row_keys())
-    counts = np.zeros(BATCH, int)
+    by_head = policy if budgets == (14, 14) else kvjax.HeadBudgets(policy, ((0.8, 1.2),))
+    cache, counters = kvjax.init(by_head, make_spec(), row_keys())
+    assert cache.policy.requires == policy.requires
     kept = [[[] for _ in range(2)] for _ in range(BATCH)]
+
+    def keep_best(row, head, tokens, newest):
+        protected = {*range(2), *range(lengths[row] - newest, lengths[row])}
+        rank = [1e3 if token in protected else scores[row, head, token] for token in tokens]
+        kept[row][head] = [tokens[i] for i in np.argsort(-np.array(rank), kind="stable")[: budgets[head]]]
+        weights = np.asarray(read_weights(cache, counters))[row, head]
+        assert np.flatnonzero(weights > 0.5).tolist() == sorted(kept[row][head])
+
     if not streaming:
-        counts[:] = LENGTHS
         prompt = stream.keys[:, :PROMPT], stream.values[:, :PROMPT], jnp.array(LENGTHS)
         prompt_scores = jnp.asarray(scores[:, :, :PROMPT])
         cache, counters, _ = kvjax.prefill(cache, counters, *prompt, predicted_scores=prompt_scores)
         for row, head in itertools.product(range(BATCH), range(2)):
-            rank = scores[row, head, : counts[row]].copy()
-            rank[max(counts[row] - recent, 0) :] = 1e3
-            rank[:2] = np.inf
-            kept[row][head] = np.argsort(-rank)[: policy.budget].tolist()
+            keep_best(row, head, [*range(lengths[row])], recent)
     for block in range(6):
         new = np.array([4, 4 * (block % 2), 3])[:BATCH]
-        index = np.minimum(counts[:, None] + np.arange(4), 63)
+        index = np.minimum(lengths[:, None] + np.arange(4), 63)
         keys, values = (np.take_along_axis(x, index[..., None, None], 1) for x in (stream.keys, stream.values))
         new_scores = jnp.asarray(np.take_along_axis(scores, index[:, None], 2))
         staged = kvjax.append(cache, counters, keys, values, jnp.asarray(new), predicted_scores=new_scores)
         cache, counters = kvjax.compact(*staged)
-        counts += new
+        lengths = lengths + new
         for row, head in itertools.product(range(BATCH), range(2)):
-            tokens = [*kept[row][head], *range(counts[row] - new[row], counts[row])]
-            protected = {*range(2), *range(counts[row] - max(recent, 4), counts[row])}
-            rank = [1e3 if token in protected else scores[row, head, token] for token in tokens]
-            kept[row][head] = [tokens[i] for i in np.argsort(-np.array(rank), kind="stable")[: policy.budget]]
-            weights = np.asarray(read_weights(cache, counters))[row, head]
-            assert np.flatnonzero(weights > 0.5).tolist() == sorted(kept[row][head])
-
-
-def test_new_tokens_without_predicted_scores_are_refused():
-    stream, state = make_stream(), kvjax.init(kvjax.KVzap(24), make_spec(layer=0, layers=1), row_keys())
-    new = stream.keys[:, :1], stream.values[:, :1]
-    with pytest.raises(ValueError, match=r"KVzap\(.* requires predicted scores of new tokens; pass predicted_scores"):
-        kvjax.step(*state, stream.queries[:, :1], *new)
-    with pytest.raises(ValueError, match=r"predicted_scores have shape \(3, 2, 2\), expected \[B, H_kv, T\] = "):
-        kvjax.append(*state, *new, predicted_scores=jnp.zeros((3, 2, 2)))
-
-
-def test_heads_have_their_predicted_scores():
-    policy, scores = kvjax.KVzap(24, compact_every=4), predicted_scores()
-    cache, _ = prefill_with_scores(kvjax.HeadBudgets(policy, ((0.5, 0.7),)), jnp.asarray(scores))
-    assert cache.policy.requires == policy.requires
-    for (one, index), group in zip(cache.policy.groups().items(), cache.state.groups, strict=True):
-        kept = np.asarray(group.values).argmax(-1)
-        head = 0 if one.budget < policy.budget else 1
-        assert len(index) == 1
-        for row, length in enumerate(LENGTHS):
-            best = best_tokens(scores[row, head, :length], one)
-            assert kept[row, 0, : len(best)].tolist() == best
+            keep_best(row, head, [*kept[row][head], *range(lengths[row] - new[row], lengths[row])], max(recent, 4))
 
 
 def test_heads_share_one_budget_by_predicted_scores():
@@ -277,23 +241,32 @@ def test_heads_share_one_budget_by_predicted_scores():
     scores[:, 0] += 1.5
     weights = np.asarray(read_weights(*prefill_with_scores(AdaKV(policy, 0.0), jnp.asarray(scores))))
     for row, length in enumerate(LENGTHS):
-        ranked = scores[row, :, :length].copy()
-        ranked[:, : policy.sinks] = np.inf
-        expected = np.zeros(2 * length)
-        expected[np.argsort(-ranked.reshape(-1), kind="stable")[: 2 * min(policy.budget, length)]] = 1
-        np.testing.assert_allclose(weights[row, :, :length].reshape(-1), expected, atol=1e-6)
+        expected = pooled_tokens(scores[row, :, :length], policy, 0)
+        np.testing.assert_allclose(weights[row, :, :length], expected, atol=1e-6)
 
 
-def test_predicted_scores_of_other_shapes_are_refused():
-    policy, scores = kvjax.KVzap(24), predicted_scores()
-    with pytest.raises(ValueError, match="requires predicted scores of new tokens"):
-        prefill_with_scores(policy, None)
-    with pytest.raises(ValueError, match=r"predicted_scores have shape \(3, 40, 2\), expected \[B, H_kv, T\] = "):
-        prefill_with_scores(policy, scores.swapaxes(1, 2))
-    with pytest.raises(ValueError, match="predicted_scores have dtype int32"):
-        prefill_with_scores(policy, np.zeros(scores.shape, np.int32))
-    # Other policies ignore them.
-    caches = [prefill_with_scores(kvjax.KeyDiff(24), one) for one in (None, scores)]
+@pytest.mark.parametrize(
+    "scores, message",
+    [
+        (None, r"KVzap\(.* requires predicted scores of new tokens; pass predicted_scores"),
+        (np.zeros((3, 40, 2), np.float32), r"predicted_scores have shape \(3, 40, 2\), expected \[B, H_kv, T\] = "),
+        (np.zeros((3, 2, 40), np.int32), "predicted_scores have dtype int32"),
+    ],
+)
+def test_predicted_scores_are_checked(scores, message):
+    empty = kvjax.init(kvjax.KVzap(60, compact_every=PROMPT), make_spec(new=PROMPT), row_keys())
+    keys, values, queries = (part[:, :PROMPT] for part in make_stream())
+    for call in (
+        lambda: prefill_with_scores(kvjax.KVzap(24), scores),
+        lambda: kvjax.step(*empty, queries, keys, values, predicted_scores=scores),
+        lambda: kvjax.append(*empty, keys, values, predicted_scores=scores),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_other_policies_ignore_predicted_scores():
+    caches = [prefill_with_scores(kvjax.KeyDiff(24), one) for one in (None, predicted_scores())]
     jax.tree.map(np.testing.assert_array_equal, *caches)
 
 
@@ -455,22 +428,21 @@ def test_scores_of_a_row_equal_those_of_its_tokens_alone(name, cap, sink_logits)
     policy, expected = SCORES[name]
     if cap is not None and not policy.requires.prompt_queries:
         return
-    rng = np.random.default_rng(5)
+    rng, lengths = np.random.default_rng(5), np.array(LENGTHS)
     keys, values = rng.normal(size=(2, BATCH, 2, PROMPT, 8))
     queries = rng.normal(size=(BATCH, PROMPT, 4, 8)) + 0.5  # left-aligned
-    present = np.arange(PROMPT) < np.array(LENGTHS)[:, None]
-    position = np.array(LENGTHS)[:, None] - PROMPT + np.arange(PROMPT)
+    position = lengths[:, None] - PROMPT + np.arange(PROMPT)
 
     def with_nan(x, valid):
         return jnp.asarray(np.where(valid, x, np.nan), jnp.float32)
 
+    present = (np.arange(PROMPT) < lengths[:, None])[:, None, :, None]
     aligned = np.take_along_axis(queries, np.maximum(position, 0)[..., None, None], axis=1)
-    aligned = with_nan(aligned, (position >= 0)[..., None, None])
     prompt = Prompt(
-        with_nan(keys, present[:, None, :, None]),
-        with_nan(values, present[:, None, :, None]),
-        jnp.array(LENGTHS),
-        kvjax.prompt_queries(policy, aligned),
+        with_nan(keys, present),
+        with_nan(values, present),
+        jnp.asarray(lengths),
+        kvjax.prompt_queries(policy, with_nan(aligned, (position >= 0)[..., None, None])),
         sink_logits=None if sink_logits is None else jnp.asarray(sink_logits, jnp.float32),
         rope_frequencies=jnp.asarray(ROPE_FREQUENCIES, jnp.float32),
         logit_cap=cap,
@@ -486,32 +458,27 @@ def test_scores_of_a_row_equal_those_of_its_tokens_alone(name, cap, sink_logits)
 
 
 def test_prompts_without_what_a_policy_requires_are_refused():
-    with pytest.raises(ValueError, match="KVzip needs a repetition of the prompt; pass prompt.repeated"):
-        prefilled(KVzip(24))
-    repeated = RepeatedPrompt(jnp.ones((1, 16, 4, HEAD_DIM)), jnp.ones((1, 16, 2, HEAD_DIM)), jnp.array([[16]]))
     keys = jnp.ones((1, 2, 16, HEAD_DIM))
+    repeated = RepeatedPrompt(jnp.ones((1, 16, 4, HEAD_DIM)), jnp.ones((1, 16, 2, HEAD_DIM)), jnp.array([[16]]))
     repeated_prompt = Prompt(keys, keys, jnp.array([16]), repeated=repeated)
-    for policy, weights in ((KVgrad(24), "gradient"), (KVzip(24, plus=True), "hidden_norm")):
-        with pytest.raises(ValueError, match=f"needs prompt.repeated with weights='{weights}'"):
-            policy.score(repeated_prompt)
-    with pytest.raises(ValueError, match="plus=True is not a setting of KVgrad"):
-        KVgrad(24, plus=True)
+    refused = [
+        (lambda: prefilled(KVzip(24)), "KVzip needs a repetition of the prompt; pass prompt.repeated"),
+        (lambda: KVgrad(24).score(repeated_prompt), "needs prompt.repeated with weights='gradient'"),
+        (lambda: KVzip(24, plus=True).score(repeated_prompt), "needs prompt.repeated with weights='hidden_norm'"),
+        (lambda: KVgrad(24, plus=True), "plus=True is not a setting of KVgrad"),
+    ]
     for policy in (LeverageScores(24), kvjax.ExpectedAttention(24), kvjax.Compactor(24)):
-        with pytest.raises(ValueError, match="rope_frequencies"):
-            prefilled(policy, spec=make_spec(rope_frequencies=None))
+        refused.append((lambda policy=policy: prefilled(policy, spec=make_spec(rope_frequencies=None)), "rope_freq"))
+    for call, message in refused:
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
-def test_layers_have_their_shares_of_the_budget():
-    def slots(policy, kv_dtype=None):
-        specs = [make_spec(layer=layer, layers=2, kv_dtype=kv_dtype) for layer in range(2)]
-        return [kvjax.init(policy, spec, row_keys())[0].state.slots for spec in specs]
+def test_a_layer_has_the_slots_of_its_sinks_and_at_most_one_per_token():
+    def cache(budget, *shares, **spec):
+        policy = kvjax.HeadBudgets(LeverageScores(budget), tuple((share, share) for share in shares))
+        return kvjax.init(policy, make_spec(layers=2, **spec), row_keys())[0]
 
-    def policy(budget, *shares):
-        return kvjax.HeadBudgets(LeverageScores(budget), tuple((share, share) for share in shares))
-
-    assert slots(policy(32, 0.75, 1.25), "int8") == [24, 40]
-    # A layer has at least the slots of the sinks and of one compaction, and keeps everything in at most one per token.
-    cache, _ = kvjax.init(policy(64, 2.0, 0.0), make_spec(layer=0, layers=2), row_keys())
-    assert cache.policy == kvjax.Exact(16)
-    cache, _ = kvjax.init(policy(16 + 8, 2.0, 0.0), make_spec(layer=1, layers=2), row_keys())
-    assert cache.state.slots == 4 + 16
+    assert [cache(32, 0.75, 1.25, layer=layer, kv_dtype="int8").state.slots for layer in range(2)] == [24, 40]
+    assert cache(64, 2.0, 0.0, layer=0).policy == kvjax.Exact(16)
+    assert cache(16 + 8, 2.0, 0.0, layer=1).state.slots == 4 + 16

@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -18,7 +19,6 @@ import numpy as np
 import pytest
 
 import kvjax
-from experiments.common.compiled import collectives
 from kvjax.distributed.sharding import RULES, rename_axes, shardings
 from kvjax.state import count_row_faults, map_fields
 from tests.kvjax import support
@@ -33,22 +33,13 @@ SPEC = make_spec(batch=4, query_heads=8, kv_heads=4)
 LENGTHS, NEW = jnp.array([37, 12, 1, 25]), jnp.array([8, 8, 5, 8])
 
 
-def run_here(*arguments):
+@pytest.mark.skipif(jax.device_count() >= DEVICES, reason="the tests themselves run here")
+@pytest.mark.parametrize("marker", ["not heavy", pytest.param("heavy", marks=pytest.mark.heavy)])
+def test_in_a_process_with_eight_devices(marker):
     flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}", "JAX_PLATFORMS": "cpu"} | support.THREADS
-    command = [sys.executable, "-m", "pytest", "-n", "0", *arguments, str(pathlib.Path(__file__))]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-m", marker, str(pathlib.Path(__file__))]
     process = subprocess.run(command, capture_output=True, text=True, env=os.environ | flags, check=False)
     assert process.returncode == 0, process.stdout[-5000:]
-
-
-@pytest.mark.skipif(jax.device_count() >= DEVICES, reason="the tests themselves run here")
-def test_in_a_process_with_eight_devices():
-    run_here("-m", "not heavy")
-
-
-@pytest.mark.heavy
-@pytest.mark.skipif(jax.device_count() >= DEVICES, reason="the tests themselves run here")
-def test_every_policy_in_a_process_with_eight_devices():
-    run_here("-m", "heavy")
 
 
 @functools.lru_cache
@@ -74,8 +65,8 @@ def run(policy, mesh, lengths, new, prompt_keys, prompt_values, prompt_queries, 
     return (cache, counters), outputs
 
 
-def compare(policy, mesh):
-    single = run(policy, None, LENGTHS, NEW, *streams())
+def compare(policy, mesh, single_policy=None):
+    single = run(single_policy or policy, None, LENGTHS, NEW, *streams())
     sharded = run(policy, mesh, LENGTHS, NEW, *streams())
     for one, other in zip(single[1], sharded[1], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
@@ -148,6 +139,10 @@ def test_every_policy_equals_one_device_and_is_sharded(name, sequence):
     check_shards(sharded, mesh)
 
 
+COLLECTIVE = re.compile(r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+ARRAY = re.compile(r"[a-z](\d+)\[([\d,]*)\]")  # such as f32[4,8]
+
+
 def collectives_of(name, mesh, longest, function):
     """Returns kinds and bytes of a function's collectives for a cache of prompts of up to `longest` tokens."""
     spec = dataclasses.replace(SPEC, max_prompt_tokens=longest)
@@ -159,7 +154,11 @@ def collectives_of(name, mesh, longest, function):
     shapes = [(4, 1, heads, SPEC.head_dim) for heads in (8, 4, 4)]
     tokens = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place) for shape in shapes]
     text = jax.jit(function, donate_argnums=(0, 1)).lower(*state, *tokens).compile().as_text()
-    return sorted((one.kind, one.bytes) for one in collectives(text))
+    exchanged = []
+    for result, kind in COLLECTIVE.findall(text):
+        arrays = [(int(bits) // 8, *map(int, filter(None, sides.split(",")))) for bits, sides in ARRAY.findall(result)]
+        exchanged.append((kind, sum(map(math.prod, arrays))))
+    return sorted(exchanged)
 
 
 def one_step(cache, counters, query, keys, values):
@@ -200,29 +199,42 @@ def test_each_group_of_heads_is_sharded_separately():
     for sequence in (1, 2, 4):
         mesh = kvjax.make_mesh(SPEC.kv_heads, data=8 // max(2, sequence), tensor=max(2, sequence), sequence=sequence)
         compare(by_head, mesh)
-    finer = kvjax.make_mesh(SPEC.kv_heads, data=2, tensor=4)
-    with pytest.raises(ValueError, match="each of 4 devices has 1 KV heads"):
-        kvjax.init(by_head, SPEC, row_keys(4), finer)
 
 
 @on_devices
-def test_meshes_of_invalid_shape_are_refused():
-    with pytest.raises(ValueError, match="data=2 x tensor=2 needs 4 devices, got 8"):
-        kvjax.make_mesh(4, data=2, tensor=2)
-    with pytest.raises(ValueError, match="tensor=8 must divide kv_heads=6"):
-        kvjax.make_mesh(6, tensor=8)
-    mesh, exact = kvjax.make_mesh(4, data=2, tensor=4), POLICIES["exact"]
-    with pytest.raises(ValueError, match="3 along 'B' cannot be divided among 2 devices along 'data'"):
-        kvjax.init(exact, make_spec(batch=3, query_heads=8, kv_heads=4), row_keys(3), mesh)
-    with pytest.raises(ValueError, match="2 along 'H_kv' cannot be divided among 4 devices along 'tensor'"):
-        kvjax.init(exact, make_spec(batch=4), row_keys(4), mesh)
-    with pytest.raises(
-        ValueError, match="sequence=4 must divide tensor=8, and tensor / sequence must divide kv_heads=3"
-    ):
-        kvjax.make_mesh(3, tensor=8, sequence=4)
-    sharded_store = kvjax.make_mesh(4, data=2, tensor=4, sequence=2)
-    with pytest.raises(ValueError, match="HostMemory: 2 devices share a KV head"):
-        kvjax.init(kvjax.HostMemory(POLICIES["quest"]), SPEC, row_keys(4), sharded_store)
+def test_the_only_head_of_a_device_has_an_unshared_budget():
+    policy = POLICIES["leverage_scores"]
+    compare(kvjax.AdaKV(policy, 0.0), kvjax.make_mesh(SPEC.kv_heads, data=2, tensor=4), policy)
+
+
+def init_on(policy, heads=4, batch=4, sequence=1):
+    """Creates a cache on a mesh for four KV heads."""
+    spec = make_spec(batch=batch, query_heads=8, kv_heads=heads)
+    return kvjax.init(policy, spec, row_keys(batch), kvjax.make_mesh(4, data=2, tensor=4, sequence=sequence))
+
+
+HOSTED, ONE_HEAD_EACH = (
+    kvjax.HostMemory(POLICIES["quest"]),
+    kvjax.ByHead((POLICIES["uniform"], *[POLICIES["exact"]] * 3)),
+)
+REFUSED = {
+    "data=2 x tensor=2 needs 4 devices, got 8": lambda: kvjax.make_mesh(4, data=2, tensor=2),
+    "tensor=8 must divide kv_heads=6": lambda: kvjax.make_mesh(6, tensor=8),
+    "sequence=4 must divide tensor=8, and tensor / s": lambda: kvjax.make_mesh(3, tensor=8, sequence=4),
+    "3 along 'B' cannot be divided among 2 devices along 'data'": lambda: init_on(POLICIES["exact"], batch=3),
+    "2 along 'H_kv' cannot be divided among 4 devices along 'tensor'": lambda: init_on(POLICIES["exact"], heads=2),
+    "HostMemory: 2 devices share a KV head": lambda: init_on(HOSTED, sequence=2),
+    "each of 4 devices has 1 KV heads": lambda: init_on(ONE_HEAD_EACH),
+    "no axis 'model'; it has 'tp'": lambda: rename_axes(jax.make_mesh((8,), ("tp",)), 4, tensor="model"),
+    "8 devices along 'tp' must divide kv_heads=6 or": lambda: rename_axes(jax.make_mesh((8,), ("tp",)), 6, tensor="tp"),
+}
+
+
+@on_devices
+@pytest.mark.parametrize("message", REFUSED)
+def test_meshes_of_invalid_shape_are_refused(message):
+    with pytest.raises(ValueError, match=message):
+        REFUSED[message]()
 
 
 @on_devices
@@ -239,28 +251,6 @@ def test_axes_of_a_user_s_mesh_can_be_renamed():
     repeated = rename_axes(jax.make_mesh((2, 4), ("data", "tp")), SPEC.kv_heads, tensor="tp")
     assert dict(repeated.shape) == {"other_data": 2, "tensor": 4, "sequence": 1, "data": 1}
     compare(POLICIES["exact"], repeated)
-    with pytest.raises(ValueError, match="the mesh has no axis 'model'; it has 'fsdp', 'tp'"):
-        rename_axes(users, 4, tensor="model")
-    with pytest.raises(ValueError, match="8 devices along 'tp' must divide kv_heads=6 or be a multiple of it"):
-        rename_axes(flat, 6, tensor="tp")
-
-
-@on_devices
-def test_the_only_head_of_a_device_has_an_unshared_budget():
-    policy = POLICIES["leverage_scores"]
-    mesh = kvjax.make_mesh(SPEC.kv_heads, data=2, tensor=4)
-    _, single = run(policy, None, LENGTHS, NEW, *streams())
-    _, sharded = run(kvjax.AdaKV(policy, 0.0), mesh, LENGTHS, NEW, *streams())
-    for one, other in zip(single, sharded, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
-
-
-@functools.partial(jax.jit, static_argnames=("policy", "mesh"))
-def freeze_texts(policy, mesh, lengths, prompt_keys, prompt_values, prompt_queries):
-    """Returns the cache of two texts and its counters, which has no capacity for further tokens."""
-    cache, counters = kvjax.init(policy, dataclasses.replace(SPEC, batch=2, max_new_tokens=0), row_keys(2), mesh)
-    prompt_end = last_queries(cache.policy, prompt_queries, jnp.full(2, prompt_queries.shape[1]))
-    return kvjax.prefill(cache, counters, prompt_keys, prompt_values, lengths, prompt_end)[:2]
 
 
 @on_devices
@@ -269,16 +259,20 @@ def freeze_texts(policy, mesh, lengths, prompt_keys, prompt_values, prompt_queri
 )
 def test_rows_of_frozen_texts(name):
     prompt_keys, prompt_values, prompt_queries, keys, values, queries = streams()
+    policy, spec = POLICIES[name], dataclasses.replace(SPEC, batch=2, max_new_tokens=0)
 
-    @functools.partial(jax.jit, static_argnames=("mesh",))
+    @functools.partial(jax.jit, static_argnames="mesh")
+    def fill(mesh):
+        cache, counters = kvjax.init(policy, spec, row_keys(2), mesh)
+        prompt_end = last_queries(cache.policy, prompt_queries[:2], jnp.full(2, prompt_queries.shape[1]))
+        return kvjax.prefill(cache, counters, prompt_keys[:2], prompt_values[:2], LENGTHS[:2], prompt_end)[:2]
+
+    @functools.partial(jax.jit, static_argnames="mesh")
     def run(mesh, text):
         tail = kvjax.init(kvjax.Exact(), dataclasses.replace(SPEC, max_prompt_tokens=1), row_keys(SPEC.batch), mesh)
         return kvjax.step(*tail, queries[:, :8], keys[:, :8], values[:, :8], NEW, prefix=text)[0]
 
-    outputs = []
-    for mesh in (None, kvjax.make_mesh(SPEC.kv_heads, data=2, tensor=4)):
-        prompts = (prompt_keys[:2], prompt_values[:2], prompt_queries[:2])
-        text = kvjax.freeze(*freeze_texts(POLICIES[name], mesh, LENGTHS[:2], *prompts))
-        outputs.append(np.asarray(run(mesh, text)))
+    meshes = None, kvjax.make_mesh(SPEC.kv_heads, data=2, tensor=4)
+    outputs = [np.asarray(run(mesh, kvjax.freeze(*fill(mesh)))) for mesh in meshes]
     present = np.arange(8) < np.asarray(NEW)[:, None]
     np.testing.assert_allclose(outputs[0][present], outputs[1][present], atol=1e-5)

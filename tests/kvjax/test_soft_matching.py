@@ -21,18 +21,13 @@ SLOTS, CHUNK, DIM = 48, 16, 6
 
 
 def entries_of(keys, values=None, degree=None, slots=SLOTS):
+    """Returns centroids whose slots after the keys hold arbitrary numbers."""
     count = len(keys)
-
-    def pad(x):
-        return np.concatenate([x, np.full((slots - count, *x.shape[1:]), 7, x.dtype)])
-
     degree = np.ones(count, np.int32) if degree is None else degree
-    return Centroids(
-        keys=jnp.asarray(pad(keys)),
-        values=jnp.asarray(pad(keys if values is None else values)),
-        degree=jnp.asarray(np.concatenate([degree, np.zeros(slots - count, np.int32)])),
-        count=jnp.int32(count),
-    )
+    arrays = [np.full((slots, keys.shape[1]), 7, np.float32) for _ in range(2)]
+    for array, entries in zip(arrays, (keys, keys if values is None else values), strict=True):
+        array[:count] = entries
+    return Centroids(*map(jnp.asarray, arrays), jnp.asarray(np.pad(degree, (0, slots - count))), jnp.int32(count))
 
 
 def random_entries(seed, count, duplicates=False):
@@ -40,26 +35,21 @@ def random_entries(seed, count, duplicates=False):
     keys = rng.normal(size=(count, DIM)).astype(np.float32)
     if duplicates:
         keys = np.eye(DIM, dtype=np.float32)[rng.integers(0, 3, count)]  # cosines of exactly 0 and 1: many ties
-    return entries_of(
-        keys, rng.normal(size=(count, DIM)).astype(np.float32), rng.integers(1, 5, count).astype(np.int32)
-    )
+    return entries_of(keys, rng.normal(size=(count, DIM)), rng.integers(1, 5, count).astype(np.int32))
 
 
 def by_lists(entries, edges, chunk):
     """Merges in loops in float64; returns (key, value, degree) of every entry in the order of the text."""
     count = int(entries.count)
     keys, values = (np.asarray(x, np.float64)[:count] for x in (entries.keys, entries.values))
-    degree = np.asarray(entries.degree)[:count]
+    degree, unit = np.asarray(entries.degree)[:count], keys / np.linalg.norm(keys, axis=1, keepdims=True)
     candidates = []
     for start in range(0, count, chunk):
-        block_size = range(start, min(start + chunk, count))
-        for a in block_size[::2]:
-            cosines = [
-                (keys[a] @ keys[b] / np.linalg.norm(keys[a]) / np.linalg.norm(keys[b]), b) for b in block_size[1::2]
-            ]
-            if cosines:
-                best = max(cosine for cosine, _ in cosines)
-                candidates.append((best, a, next(b for cosine, b in cosines if cosine > best - 1e-6)))
+        end = min(start + chunk, count)
+        for a in range(start, end, 2) if end > start + 1 else ():
+            cosines = unit[start + 1 : end : 2] @ unit[a]
+            best = cosines.max()
+            candidates.append((best, a, start + 1 + 2 * int(np.argmax(cosines > best - 1e-6))))
     joined = {a: b for _, a, b in sorted(candidates, key=lambda edge: (-round(edge[0], 5), edge[1]))[:edges]}
     merged = []
     for place in range(count):
@@ -87,14 +77,10 @@ def test_the_largest_values_equal_those_of_top_k(size):
     x[rng.random(size) < 0.2] = -np.inf
     for count in (0, 1, size // 3, size):
         largest = soft_matching._largest(jnp.asarray(x), count)
-        expected = np.sort(np.asarray(jax.lax.top_k(x, count)[1]))
-        np.testing.assert_array_equal(np.flatnonzero(largest), expected)
+        np.testing.assert_array_equal(np.flatnonzero(largest), np.sort(np.asarray(jax.lax.top_k(x, count)[1])))
         np.testing.assert_array_equal(soft_matching._cumsum(jnp.int32(largest)), np.cumsum(largest))
-
-
-def test_the_sign_of_zero_does_not_matter():
-    x = jnp.array([-0.0, 0.0, -1.0, -0.0])
-    np.testing.assert_array_equal(jax.jit(soft_matching._largest)(x, 2), [True, True, False, False])
+    zeros = jnp.array([-0.0, 0.0, -1.0, -0.0])  # whose signs do not matter
+    np.testing.assert_array_equal(jax.jit(soft_matching._largest)(zeros, 2), [True, True, False, False])
 
 
 @settings(max_examples=40, deadline=None)
@@ -119,18 +105,15 @@ def test_the_budget_is_reached_exactly_and_sums_are_conserved(budget, schedule, 
     entries = random_entries(seed, count, duplicates)
     merged = compress(entries, budget, schedule)
     assert int(merged.count) == min(count, budget)
-    assert int(merged.degree.sum()) == int(entries.degree.sum())
-    for name in ("keys", "values"):
-        before, after = (
-            np.asarray(of.degree, np.float64) @ np.asarray(getattr(of, name), np.float64) for of in (entries, merged)
-        )
+    for total in (lambda of: of.degree.sum(), lambda of: of.degree @ of.keys, lambda of: of.degree @ of.values):
+        before, after = (total(jax.tree.map(np.float64, of)) for of in (entries, merged))
         np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-3)
 
 
 def test_tiles_do_not_change_the_result(monkeypatch):
     """Two rows of different lengths, in 45 slots that tiles do not divide."""
     rng = np.random.default_rng(0)
-    rows = [entries_of(rng.normal(size=(count, DIM)).astype(np.float32), slots=45) for count in (45, 29)]
+    rows = [entries_of(rng.normal(size=(count, DIM)), slots=45) for count in (45, 29)]
     entries = jax.tree.map(lambda *rows: jnp.stack(rows), *rows)
 
     def run():
@@ -145,17 +128,14 @@ def test_tiles_do_not_change_the_result(monkeypatch):
 @pytest.mark.parametrize("schedule", each((LLAMA_2, LLAMA_3, QWEN), quick=(LLAMA_2,)))
 def test_no_step_merges_more_than_its_schedule_allows(schedule):
     """Compressions to decreasing budgets show the length after every step."""
-    entries = random_entries(0, SLOTS)
-    length, lengths = SLOTS, [SLOTS]
+    entries = current = random_entries(0, SLOTS)
+    length = SLOTS
     for step in range(6):
         share = max(schedule.floor, schedule.first - schedule.decay * min(step, schedule.steps))
-        length -= max(int(np.floor(share * length + 1e-9)), 1)
+        edges = max(int(np.floor(share * length + 1e-9)), 1)
+        length -= edges
         if length < 2:
             break
-        lengths.append(length)
-    current = entries
-    for step, (before, after) in enumerate(itertools.pairwise(lengths)):
-        current = merge(current, before - after)
-        compressed = compress(entries, after, schedule)
-        np.testing.assert_allclose(compressed.keys, current.keys[:after], atol=1e-5, err_msg=f"step {step}")
-        np.testing.assert_array_equal(compressed.degree, current.degree[:after])
+        current, compressed = merge(current, edges), compress(entries, length, schedule)
+        np.testing.assert_allclose(compressed.keys, current.keys[:length], atol=1e-5, err_msg=f"step {step}")
+        np.testing.assert_array_equal(compressed.degree, current.degree[:length])

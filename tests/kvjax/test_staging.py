@@ -47,7 +47,7 @@ def empty_store(sinks, recent):
     return Store(init_window(SPEC, sinks, recent), *init_staging(SPEC, SLOTS))
 
 
-def tokens(firsts, count):
+def tokens_at(firsts, count):
     """Returns tokens that encode their position p: keys p + 1 and values -(p + 1) in both heads."""
     position = np.asarray(firsts)[:, None] + np.arange(count) + 1.0
     keys = np.broadcast_to(position[:, :, None, None], (BATCH, count, 2, 2)).astype(np.float32)
@@ -73,26 +73,30 @@ class Row:
         return left
 
 
-def check_window(window, rows):
-    keys, values, recent_slots = np.asarray(window.keys), np.asarray(window.values), window.recent
-    for number, row in enumerate(rows):
-        held = {
-            "recent": (slice(recent_slots - len(row.recent), recent_slots), row.recent),
-            "sinks": (slice(recent_slots, recent_slots + len(row.sinks)), row.sinks),
-        }
-        for part, (slots, positions) in held.items():
-            expected = np.broadcast_to(np.array(positions, np.float32)[:, None] + 1, (2, len(positions), 2))
-            np.testing.assert_array_equal(keys[number, :, slots], expected, err_msg=part)
-            np.testing.assert_array_equal(values[number, :, slots], -expected, err_msg=part)
+def expected_keys(positions):
+    """Returns the keys [2, n, 2] of tokens at these positions."""
+    return np.broadcast_to(np.array(positions, np.float32)[:, None] + 1, (2, len(positions), 2))
 
 
-def check_staging(staging, counters, rows):
-    real = np.asarray(counters.present)
+def check_entries(keys, values, positions):
+    np.testing.assert_array_equal(keys, expected_keys(positions))
+    np.testing.assert_array_equal(values, -expected_keys(positions))
+
+
+def check_store(store, rows):
+    """Compares the window and the staging buffer with the rows' lists."""
+    window, counters, recent = store.window, store.counters, store.window.recent
+    np.testing.assert_array_equal(counters.count, [len(row.staged) for row in rows])
     for number, row in enumerate(rows):
+        for slots, positions in (
+            (slice(recent - len(row.recent), recent), row.recent),
+            (slice(recent, recent + len(row.sinks)), row.sinks),
+        ):
+            check_entries(window.keys[number, :, slots], window.values[number, :, slots], positions)
         assert int(counters.first[number]) == row.total - len(row.staged)
-        for head in range(2):
-            staged = np.asarray(staging.keys)[number, head, :SLOTS][real[number], 0] - 1
-            np.testing.assert_array_equal(staged, row.staged)
+        present = np.asarray(counters.present)[number]
+        staged = np.asarray(store.staging.keys)[number, :, :SLOTS][:, present]
+        np.testing.assert_array_equal(staged, expected_keys(row.staged))
 
 
 appends = st.tuples(st.integers(1, WIDEST), st.lists(st.integers(0, WIDEST), min_size=BATCH, max_size=BATCH))
@@ -110,36 +114,28 @@ def test_staging_and_compaction_equal_list_operations(sinks, recent, history):
     offset, lost = 0, np.zeros(BATCH, int)
     for event in [*history, None]:
         if event is None:
-            before = [len(row.sinks) + len(row.recent) for row in rows]
-            passed = [row.total - len(row.staged) - held for row, held in zip(rows, before, strict=True)]
-            buffer = np.asarray(store.staging.keys)
+            buffer, offset = np.asarray(store.staging.keys), 0
             store, new, left = compact(store)
-            offset = 0
             for number, row in enumerate(rows):
-                staged = row.staged
+                staged, held = row.staged, len(row.sinks) + len(row.recent)
+                first = row.total - len(staged)
                 leaving = row.compact()
                 # All staged tokens in order, and their slots.
-                assert int(new.count[number]) == len(staged)
-                assert int(new.first[number]) == row.total - len(staged)
-                expected = np.broadcast_to(np.array(staged, np.float32)[:, None] + 1, (2, len(staged), 2))
-                np.testing.assert_array_equal(new.keys[number, :, : len(staged)], expected)
-                np.testing.assert_array_equal(new.values[number, :, : len(staged)], -expected)
-                np.testing.assert_array_equal(new.gather_staged(buffer)[number, :, : len(staged)], expected)
-                np.testing.assert_array_equal(new.position[number, : len(staged)], staged)
+                tokens = slice(len(staged))
+                assert (int(new.count[number]), int(new.first[number])) == (len(staged), first)
+                check_entries(new.keys[number, :, tokens], new.values[number, :, tokens], staged)
+                np.testing.assert_array_equal(new.gather_staged(buffer)[number, :, tokens], expected_keys(staged))
+                np.testing.assert_array_equal(new.position[number, tokens], staged)
                 np.testing.assert_array_equal(new.present[number], np.arange(SLOTS) < len(staged))
-                # The tokens that leave the window.
-                assert int(left.count[number]) == len(leaving)
-                assert int(store.window.total[number]) == row.total
-                # `first` is the position of the next token that leaves: after the sinks and all tokens that left.
-                assert int(left.first[number]) == sinks + passed[number]
-                expected = np.broadcast_to(np.array(leaving, np.float32)[:, None] + 1, (2, len(leaving), 2))
-                np.testing.assert_array_equal(left.keys[number, :, : len(leaving)], expected)
-                np.testing.assert_array_equal(left.values[number, :, : len(leaving)], -expected)
-                if leaving:
-                    assert int(left.first[number]) == leaving[0]
+                # The tokens that leave the window; `first` is the position after the sinks and all tokens that left.
+                tokens = slice(len(leaving))
+                assert (int(left.count[number]), int(store.window.total[number])) == (len(leaving), row.total)
+                assert int(left.first[number]) == sinks + first - held
+                check_entries(left.keys[number, :, tokens], left.values[number, :, tokens], leaving)
+                assert not leaving or int(left.first[number]) == leaving[0]
         else:
             count, lengths = event[0], np.minimum(event[1], event[0])
-            store = stage(store, *tokens([row.total for row in rows], count), lengths.astype(np.int32))
+            store = stage(store, *tokens_at([row.total for row in rows], count), lengths.astype(np.int32))
             if offset + count > SLOTS:  # a full buffer is not changed, and a fault is counted
                 lost += lengths
             else:
@@ -148,10 +144,8 @@ def test_staging_and_compaction_equal_list_operations(sinks, recent, history):
                     row.staged += range(row.total, row.total + length)
                     row.total += int(length)
         assert int(store.counters.offset) == offset
-        np.testing.assert_array_equal(store.counters.count, [len(row.staged) for row in rows])
         np.testing.assert_array_equal(store.counters.overflow, lost)
-        check_window(store.window, rows)
-        check_staging(store.staging, store.counters, rows)
+        check_store(store, rows)
 
 
 @pytest.mark.parametrize("new, compact_every, slots", [(5, 64, 5), (64, 5, 5), (64, 64, 64)])

@@ -17,6 +17,7 @@ from tests.kvjax.support import (
     POLICIES,
     after,
     begin,
+    each,
     every_policy,
     few_policies,
     go,
@@ -28,13 +29,13 @@ from tests.kvjax.support import (
 )
 
 
-def prefilled(name, seed=0, keys_seed=0):
-    stream = make_stream(seed)
-    keys = row_keys(seed=keys_seed)
-    return begin(POLICIES[name], make_spec(), keys, *prompt_of(stream, LENGTHS), LENGTHS), stream
+def prefilled(name, seed=0, **spec):
+    """Returns the cache and the counters after the prompts of a stream, and the stream."""
+    stream, policy = make_stream(seed), POLICIES[name] if isinstance(name, str) else name
+    return begin(policy, make_spec(**spec), row_keys(seed=seed), *prompt_of(stream, LENGTHS), LENGTHS), stream
 
 
-def decoded(state, stream, rows, first=0):
+def decoded(state, stream, rows=(0, 1, 2), first=0):
     """Decodes eight tokens of some rows of the stream; returns the outputs, and the cache with its counters."""
     tokens = jax.tree.map(lambda part: part[np.asarray(rows)], after(stream, LENGTHS, 8, first))
     outputs, _, *state = go(*state, tokens)
@@ -61,33 +62,31 @@ def test_every_array_names_its_axes(name):
         assert leaf.ndim == len(named)
         for axis, size in zip(named, leaf.shape, strict=True):
             assert size == sizes.get(axis, size)
+    # A buffer that is in two fields could not be donated.
+    arrays = [leaf for leaf in jax.tree.leaves(with_integer_keys(state)) if leaf.size]
+    assert len({leaf.unsafe_buffer_pointer() for leaf in arrays}) == len(arrays)
 
 
 @few_policies
 def test_taken_rows_continue_as_in_their_batch(name):
     state, stream = prefilled(name)
-    _, state = decoded(state, stream, [0, 1, 2])
-    order = [2, 0, 0]
-    expected, _ = decoded(state, stream, [0, 1, 2], first=8)
-    selected, _ = decoded(kvjax.take_rows(state, jnp.array(order)), stream, order, first=8)
-    np.testing.assert_allclose(selected, expected[np.array(order)], rtol=1e-5, atol=1e-5)
-    some = kvjax.take_rows(state, jnp.array([2, 1]))
-    repeated, _ = decoded(kvjax.repeat_rows(some, 2), stream, [2, 2, 1, 1], first=8)
-    np.testing.assert_allclose(repeated, expected[[2, 2, 1, 1]], rtol=1e-5, atol=1e-5)
+    _, state = decoded(state, stream)
+    expected, _ = decoded(state, stream, first=8)
+    repeated = kvjax.repeat_rows(kvjax.take_rows(state, jnp.array([2, 1])), 2)
+    for rows, selected in (([2, 0, 0], kvjax.take_rows(state, jnp.array([2, 0, 0]))), ([2, 2, 1, 1], repeated)):
+        np.testing.assert_allclose(decoded(selected, stream, rows, 8)[0], expected[rows], rtol=1e-5, atol=1e-5)
 
 
-@every_policy
+@pytest.mark.parametrize("name", each(POLICIES, quick=("exact", "uniform", "subgen_mean", "clusterkv", "quest", "h2o")))
 def test_inserted_rows_continue_as_in_their_cache(name):
     state, stream = prefilled(name)
-    _, state = decoded(state, stream, [0, 1, 2])
+    _, state = decoded(state, stream)
     # Another request with another stream and other randomness, before its first decode step.
-    other, other_stream = prefilled(name, seed=1, keys_seed=1)
+    other, other_stream = prefilled(name, seed=1)
     merged = kvjax.insert_rows(state, kvjax.take_rows(other, jnp.array([1, 0])), jnp.array([2, 0]))
     here, there = after(stream, LENGTHS, 8, 8), after(other_stream, LENGTHS, 8)
-    tokens = jax.tree.map(lambda a, b: np.stack([b[0], a[1], b[1]]), here, there)
-    outputs, *_ = go(*merged, tokens)
-    expected, _ = decoded(state, stream, [0, 1, 2], first=8)
-    other_expected, _ = decoded(other, other_stream, [0, 1, 2])
+    outputs, *_ = go(*merged, jax.tree.map(lambda a, b: np.stack([b[0], a[1], b[1]]), here, there))
+    (expected, _), (other_expected, _) = decoded(state, stream, first=8), decoded(other, other_stream)
     wanted = np.stack([other_expected[0], expected[1], other_expected[1]])
     np.testing.assert_allclose(outputs, wanted, rtol=1e-5, atol=1e-5)
 
@@ -97,20 +96,19 @@ BY_HEAD = kvjax.ByHead((POLICIES["streaming_llm"], POLICIES["exact"]))
 
 @pytest.mark.parametrize("policy, kv_dtype", [(BY_HEAD, None), (POLICIES["chelsea"], "int8")])
 def test_rows_can_be_taken_and_put_back(policy, kv_dtype):
-    state = begin(policy, make_spec(kv_dtype=kv_dtype), row_keys(), *prompt_of(make_stream(), LENGTHS), LENGTHS)
+    state, _ = prefilled(policy, kv_dtype=kv_dtype)
     back = kvjax.take_rows(kvjax.take_rows(state, jnp.array([2, 0, 1])), jnp.array([1, 2, 0]))
     chex.assert_trees_all_equal(with_integer_keys(back), with_integer_keys(state))
 
 
-@every_policy
+@few_policies
 def test_a_fork_shares_no_buffer_with_its_origin(name):
     # Donating one of them must not delete a buffer of the other.
     state, _ = prefilled(name)
     first = jnp.array([0])
     forks = [kvjax.take_rows(state, first), kvjax.insert_rows(state, kvjax.take_rows(state, first), first)]
     jax.jit(lambda state: state, donate_argnums=0)(state)
-    for leaf in jax.tree.leaves(forks):
-        assert not leaf.is_deleted()
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(forks))
 
 
 def test_rows_with_another_staging_offset_are_not_inserted():
@@ -124,32 +122,26 @@ def test_rows_with_another_staging_offset_are_not_inserted():
 
 def test_an_append_only_store_counts_tokens_beyond_its_capacity():
     # The cache refuses them first.
-    store = append_only_store.init_append_only_store(make_spec(prompt=4, new=60), 4)
     count, arrays = jnp.array([64, 10, 0]), jax.random.normal(jax.random.key(0), (4, 3, 2, 64, 64))
-    store = append_only_store.append(
-        store, Tokens(*arrays[:2], count, jnp.zeros(3, jnp.int32), jnp.zeros((3, 64), jnp.int32))
-    )
+    none, position = jnp.zeros(3, jnp.int32), jnp.zeros((3, 64), jnp.int32)
+    store = append_only_store.init_append_only_store(make_spec(prompt=4, new=60), 4)
+    store = append_only_store.append(store, Tokens(*arrays[:2], count, none, position))
     kvjax.raise_faults(store)
-    more = Tokens(*arrays[2:], jnp.array([5, 64, 64]), count, jnp.zeros((3, 64), jnp.int32))
+    more = Tokens(*arrays[2:], jnp.array([5, 64, 64]), count, position)
     fuller = append_only_store.append(store, more)
     np.testing.assert_array_equal(fuller.count, [64, 64, 64])
     np.testing.assert_array_equal(fuller.keys[0], store.keys[0])
     np.testing.assert_array_equal(fuller.keys[1, :, 10:], more.keys[1, :, :54])
-    with pytest.raises(
-        ValueError, match=r"overflow=\[5, 10, 0\]: tokens were appended to a full store .* \(15 in total\)"
-    ):
+    with pytest.raises(ValueError, match=r"overflow=\[5, 10, 0\]: tokens were appended to a full .* \(15 in total\)"):
         kvjax.raise_faults(fuller)
-
-
-def test_values_that_are_not_states_are_refused():
-    with pytest.raises(TypeError, match="is not a kvjax state"):
-        kvjax.take_rows({"keys": jnp.zeros(3)}, jnp.array([0]))
 
 
 def test_states_may_be_nested_in_lists_and_dicts():
     state, _ = prefilled("exact")
     selected = kvjax.take_rows({"layers": [state, state]}, jnp.array([1]))
     np.testing.assert_array_equal(selected["layers"][1][1].num_tokens, [LENGTHS[1]])
+    with pytest.raises(TypeError, match="is not a kvjax state"):
+        kvjax.take_rows({"keys": jnp.zeros(3)}, jnp.array([0]))
 
 
 SPEC = {"batch": 1, "query_heads": 4, "kv_heads": 2, "head_dim": 8, "max_prompt_tokens": 8, "max_new_tokens": 8}
@@ -199,17 +191,17 @@ def test_full_cache_bytes_are_keys_and_values_of_the_tokens():
 
 
 def test_rows_out_of_range_are_refused():
-    spec = kvjax.CacheSpec(batch=2, query_heads=2, kv_heads=1, head_dim=4, max_prompt_tokens=4, max_new_tokens=4)
-    cache, _ = kvjax.init(kvjax.Exact(compact_every=4), spec, row_keys(2))
-    for rows in ([2], [-1, 0]):
-        with pytest.raises(ValueError, match=r"must be in \[0, 2\)"):
-            kvjax.take_rows(cache, jnp.array(rows))
-        with pytest.raises(ValueError, match=r"must be in \[0, 2\)"):
-            kvjax.insert_rows(cache, kvjax.take_rows(cache, jnp.array([0] * len(rows))), jnp.array(rows))
-    with pytest.raises(ValueError, match=r"rows=\[1, 1\] must differ"):
-        kvjax.insert_rows(cache, cache, jnp.array([1, 1]))
-    with pytest.raises(ValueError, match=r"rows have shape \(2,\), expected one per row of rows_tree"):
-        kvjax.insert_rows(cache, kvjax.take_rows(cache, jnp.array([0])), jnp.array([0, 1]))
+    cache, _ = kvjax.init(kvjax.Exact(compact_every=4), make_spec(batch=2), row_keys(2))
+    first = kvjax.take_rows(cache, jnp.array([0]))
+    for call, message in (
+        *((lambda rows=rows: kvjax.take_rows(cache, jnp.array(rows)), r"in \[0, 2\)") for rows in ([2], [-1, 0])),
+        (lambda: kvjax.insert_rows(cache, first, jnp.array([2])), r"must be in \[0, 2\)"),
+        (lambda: kvjax.insert_rows(cache, cache, jnp.array([-1, 0])), r"must be in \[0, 2\)"),
+        (lambda: kvjax.insert_rows(cache, cache, jnp.array([1, 1])), r"rows=\[1, 1\] must differ"),
+        (lambda: kvjax.insert_rows(cache, first, jnp.array([0, 1])), r"rows have shape \(2,\), expected one per row"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @state

@@ -13,8 +13,8 @@ import kvjax
 from kvjax.budget import abstract_cache, row_bytes
 from kvjax.methods.subgen import cluster_table, streams
 from kvjax.shared.per_head import per_head
-from kvjax.theory import SubGenSettings, subgen_settings
-from tests.kvjax.support import HEAD_DIM, attend_after_prompt, make_spec, row_keys
+from kvjax.theory import subgen_settings
+from tests.kvjax.support import HEAD_DIM, attend_after_prompt, make_spec, row_keys, with_integer_keys
 
 DIM, TOKENS = 32, 512
 # Policies that several tests share, so that each is compiled once.
@@ -41,15 +41,13 @@ def error(outputs, expected):
 
 
 def low_rank(seed, tokens=TOKENS, rank=4, norm=2.0):
-    """Keys and values that are linear functions of the same few numbers."""
+    """Keys and values that are linear functions of the same few numbers, and queries."""
     rng = np.random.default_rng(seed)
     maps = [np.linalg.qr(rng.normal(size=(DIM, rank)))[0] for _ in range(2)]
     common = rng.normal(size=(tokens, rank))
-    keys, values = (common @ each.T + 0.05 * rng.normal(size=(tokens, DIM)) for each in maps)
-    queries = rng.normal(size=(20, rank)) @ maps[0].T
-    return [
-        jnp.asarray(norm * x / np.linalg.norm(x, axis=1, keepdims=True), jnp.float32) for x in (keys, values, queries)
-    ]
+    arrays = [common @ each.T + 0.05 * rng.normal(size=(tokens, DIM)) for each in maps]
+    arrays.append(rng.normal(size=(20, rank)) @ maps[0].T)
+    return [jnp.asarray(norm * x / np.linalg.norm(x, axis=1, keepdims=True), jnp.float32) for x in arrays]
 
 
 # --- formulas ---
@@ -62,9 +60,8 @@ def test_subgen_reads_samples_in_the_numerator_and_clusters_in_the_denominator()
     # 30 samples and 6 clusters, in multiples of 8 slots.
     assert reservoir.keys.shape == (1, 1, 32, DIM) and table.samples.shape == (1, 1, 8, 3, DIM)
     # Algorithm 1, lines 29 and 30, with logits over sqrt(D).
-    sample_keys, sample_values, cluster_keys, count = as_float64(
-        reservoir.keys[:, :, :30], reservoir.values[:, :, :30], table.samples[:, :, :6], table.count[:, :, :6]
-    )
+    sample_keys, sample_values = as_float64(reservoir.keys[:, :, :30], reservoir.values[:, :, :30])
+    cluster_keys, count = as_float64(table.samples[:, :, :6], table.count[:, :, :6])
     mu = np.sum(np.asarray(values, np.float64) ** 2)
     share = mu / (30 * np.sum(sample_values**2, axis=1))
     numerator = weights_of(queries, sample_keys) * share @ sample_values
@@ -101,27 +98,23 @@ def test_subgen_mean_is_nearer_to_exact_attention_than_uniform_at_equal_bytes():
     assert high < 0
 
 
-@pytest.mark.parametrize(
-    "block, in_parallel",
-    [
-        (64, per_head(cluster_table.extend)),
-        (24, functools.partial(streams._fill_in_parallel, cluster_table.extend)),
-    ],
-    ids=["tokens of a compaction", "blocks of a prompt"],
-)
-def test_streams_in_sequence_equal_streams_in_parallel(block, in_parallel, monkeypatch):
+@pytest.mark.parametrize("block, is_prompt", [(64, False), (24, True)])
+def test_streams_in_sequence_equal_streams_in_parallel(block, is_prompt, monkeypatch):
+    """Tokens of a compaction, and blocks of a prompt."""
     # The tables are full, and some streams have widened theirs.
     monkeypatch.setattr(streams, "PROMPT_BLOCK", block)
+    in_parallel = functools.partial(streams._fill_in_parallel, cluster_table.extend)
     spec = kvjax.CacheSpec(2, 2, 2, DIM, max_prompt_tokens=64, max_new_tokens=64)
     tables = [MEAN.init(spec, row_keys(2)).table] * 2
     keys, values = jax.random.normal(jax.random.key(0), (2, 2, 2, 64, DIM))
     valid = jnp.arange(64) < jnp.array([[[64], [40]], [[40], [0]]])  # of every row and head
-    functions = [jax.jit(functools.partial(streams.fill, cluster_table.extend)), jax.jit(in_parallel)]
+    functions = [functools.partial(streams.fill, cluster_table.extend)]
+    functions.append(in_parallel if is_prompt else per_head(cluster_table.extend))
+    functions = [jax.jit(function) for function in functions]
     for _ in range(2):
         tables = [function(one, keys, values, valid) for function, one in zip(functions, tables, strict=True)]
-        for one, other in zip(*map(jax.tree.leaves, tables), strict=True):
-            if not jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
-                np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+        for one, other in zip(*(jax.tree.leaves(with_integer_keys(table)) for table in tables), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
         keys, values = keys[:, :, ::-1] + 1, values[:, :, ::-1] - 1
 
 
@@ -181,18 +174,15 @@ def test_settings_report_whether_they_are_vacuous():
 
 def test_settings_make_the_policy():
     settings = subgen_settings(0.9, tokens=5000, head_dim=HEAD_DIM, query_norm=4.0, delta=0.5)
-    assert isinstance(settings, SubGenSettings)
     policy = settings.policy(clusters=3, sinks=1, recent=2, compact_every=8)
-    streams = abstract_cache(policy, make_spec())[0].state.streams
-    assert streams.reservoir.samples == settings.samples
-    assert (streams.table.clusters, streams.table.samples.shape[3]) == (3, settings.per_cluster)
-    assert float(policy.init(make_spec(), row_keys()).streams.table.delta[0, 0]) == 0.5
+    streams = policy.init(make_spec(), row_keys()).streams
+    assert (streams.reservoir.samples, streams.table.clusters) == (settings.samples, 3)
+    assert streams.table.samples.shape[3] == settings.per_cluster and float(streams.table.delta[0, 0]) == 0.5
 
 
-@pytest.mark.parametrize(
-    "change", [{"epsilon": 0.0}, {"epsilon": 1.0}, {"delta": 0.0}, {"query_norm": -1.0}, {"tokens": 0}, {"clusters": 0}]
-)
-def test_invalid_numbers_of_the_theorem_are_refused(change):
-    numbers = {"epsilon": 0.1, "tokens": 10, "head_dim": 4, "query_norm": 1.0, "delta": 1.0} | change
-    with pytest.raises(ValueError, match=next(iter(change))):
-        subgen_settings(numbers.pop("epsilon"), **numbers)
+def test_invalid_numbers_of_the_theorem_are_refused():
+    valid = {"epsilon": 0.1, "tokens": 10, "head_dim": 4, "query_norm": 1.0, "delta": 1.0}
+    invalid = [("epsilon", 0.0), ("epsilon", 1.0), ("delta", 0.0), ("query_norm", -1.0), ("tokens", 0), ("clusters", 0)]
+    for name, number in invalid:
+        with pytest.raises(ValueError, match=name):
+            subgen_settings(**valid | {name: number})

@@ -27,15 +27,23 @@ if RUNS_GPU_KERNELS and not ON_GPU:
 
 
 def make_forms(config: Any, xla_config: Any = None) -> dict[str, dict[str, Any]]:
-    """Returns options of an op per form: oracle, XLA, TPU kernel in both interpreters, on accelerators the default."""
+    """Returns options of an op per form: XLA, TPU kernel in both interpreters, on accelerators the default.
+
+    The oracle, in float64, is what all forms are compared with.
+    """
     tpu = {"implementation": "mosaic_tpu", "config": config}
     forms = {
-        "oracle": {"implementation": "oracle"},
         "xla": {"implementation": "xla", "config": xla_config},
         "mosaic_tpu": {**tpu, "interpret": True},
         "mosaic_tpu_checked": {**tpu, "interpret": CHECKED},
     }
     return forms if jax.default_backend() == "cpu" else {**forms, "device": {}}
+
+
+def form_marks(forms: dict[str, Any]) -> tuple[pytest.MarkDecorator, pytest.MarkDecorator]:
+    """Returns parametrizations over all forms, and over all but the slow interpreter."""
+    quick = [form for form in forms if form != "mosaic_tpu_checked"]
+    return pytest.mark.parametrize("form", list(forms)), pytest.mark.parametrize("form", quick)
 
 
 def float64(x: Any) -> np.ndarray:

@@ -14,8 +14,7 @@ from pallas_kernels.balanced_walk import Block, TpuConfig, assign_signs, kernel_
 from tests.pallas_kernels import helpers, traffic
 
 FORMS = helpers.make_forms(TpuConfig()) | ({"mosaic_gpu": helpers.GPU} if helpers.RUNS_GPU_KERNELS else {})
-every_form = pytest.mark.parametrize("form", FORMS)
-quick_form = pytest.mark.parametrize("form", [form for form in FORMS if form != "mosaic_tpu_checked"])
+every_form, quick_form = helpers.form_marks(FORMS)
 # Within this distance of its probability, a draw may be decided by rounding; so may the nearer of two distances.
 TOLERANCE = 1e-4
 
@@ -92,13 +91,9 @@ def test_entries_of_weight_zero_do_not_affect_the_others(form, empty):
 
 
 @quick_form
-def test_decisions_of_large_gains_are_clipped(form):
+def test_large_gains_are_clipped_and_large_norms_cause_no_overflow(form):
     block, uniforms, _ = make(norm=0.5)
     assert compare_signs(run_signs(block, uniforms, 5.0, 1.0, form), block, uniforms, 5.0, 1.0) > 0
-
-
-@quick_form
-def test_large_norms_cause_no_overflow(form):
     block, uniforms, _ = make(norm=200.0)
     # All entries are orthogonal, so that sums do not affect signs.
     signs = run_signs(block, uniforms, 0.3, 1.0, form).signs

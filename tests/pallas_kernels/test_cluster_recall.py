@@ -26,9 +26,8 @@ FORMS = helpers.make_forms(SMALL) | {
     "gpu": helpers.GPU,
 }
 DEVICE = [form for form in FORMS if form == "device"]
-checked_form = pytest.mark.parametrize("form", ("oracle", "xla", "mosaic_tpu_checked", *DEVICE))
-quick_form = pytest.mark.parametrize("form", ("oracle", "xla", "mosaic_tpu", *DEVICE))
-form_in_xla = pytest.mark.parametrize("form", IN_XLA)
+checked_form = pytest.mark.parametrize("form", ("xla", "mosaic_tpu_checked", *DEVICE))
+quick_form = pytest.mark.parametrize("form", ("xla", "mosaic_tpu", *DEVICE))
 # Relative to the largest sum: the error of rounding entries, queries and weights to the dtype.
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "int8": 2e-6, "float8_e4m3fn": 2e-6}
 ONE_HEAD = {"batch": 1, "kv_heads": 1, "heads": 1}
@@ -55,15 +54,16 @@ def make(
     if dtype == "int8":
         entries = np.clip(np.round(40 * entries), -127, 127)
     scale = jnp.asarray(0.02 * rng.normal(size=(*shape, 2)), jnp.float32) if scaled else None
-    q = jnp.asarray(norm * rng.normal(size=(batch, heads, queries, head_dim)), jnp.float32)
+    q = norm * rng.normal(size=(batch, heads, queries, head_dim))
     # No block is selected twice.
     indices = np.argsort(rng.random((batch, heads, max(blocks, selected))), axis=-1)[..., :selected] % blocks
     random_lengths = rng.integers(0, block_size + 1, indices.shape)
     lengths = np.broadcast_to(random_lengths if lengths is None else lengths, indices.shape)
-    store = Blocks(jnp.asarray(entries, dtype), scale)
-    return Inputs(
-        q.astype("bfloat16") if dtype == "bfloat16" else q, store, jnp.int32(indices), jnp.asarray(lengths, jnp.int32)
+    q, store = (
+        jnp.asarray(q, "bfloat16" if dtype == "bfloat16" else "float32"),
+        Blocks(jnp.asarray(entries, dtype), scale),
     )
+    return Inputs(q, store, jnp.int32(indices), jnp.asarray(lengths, jnp.int32))
 
 
 def make_packed(key_bits, value_bits, head_dim, **sizes):
@@ -113,24 +113,22 @@ def test_shapes_and_dtypes(form, head_dim, dtype):
     compare(run(inputs, form), inputs, TOLERANCE[dtype])
 
 
-@form_in_xla
+@pytest.mark.parametrize("form", IN_XLA)
 def test_every_form_in_xla_supports_what_another_one_is_preferred_for(form):
-    for inputs in (make(head_dim=80), make(dtype="bfloat16"), make(dtype="int8", scaled=True)):
-        if form == "xla_row_chunks" and inputs.blocks.scale is not None:
+    for sizes in ({"head_dim": 80}, {"dtype": "bfloat16"}, {"dtype": "int8", "scaled": True}):
+        inputs = make(**sizes)
+        if form == "xla_row_chunks" and "scaled" in sizes:
             with pytest.raises(NotImplementedError, match="entries have factors"):
                 run(inputs, form)
         else:
-            compare(run(inputs, form), inputs, TOLERANCE[str(inputs.blocks.entries.dtype)])
+            compare(run(inputs, form), inputs, TOLERANCE[sizes.get("dtype", "float32")])
 
 
 @pytest.mark.parametrize(
     "form, key_bits, value_bits, head_dim",
     [
         *(("xla", 3, 2, 64), ("mosaic_tpu_checked", 4, 4, 128), ("mosaic_tpu", 2, 2, 256), ("mosaic_tpu", 4, 4, 96)),
-        *(
-            pytest.param("gpu", *sizes, marks=helpers.gpu_kernel)
-            for sizes in ((4, 4, 128), (3, 3, 128), (4, 2, 128), (2, 2, 64))
-        ),
+        *(("gpu", *sizes) for sizes in ((4, 4, 128), (3, 3, 128), (4, 2, 128), (2, 2, 64))),
     ],
 )
 def test_packed_numbers(form, key_bits, value_bits, head_dim):
@@ -185,9 +183,7 @@ def test_a_block_may_be_read_twice(form):
 def test_extreme_logits_cause_no_overflow(form):
     # Norms near 200 give logits of some thousands.
     inputs = make(norm=200 / 8)
-    actual = run(inputs, form)
-    assert all(np.isfinite(np.asarray(x)).all() for x in actual[:3])
-    compare(actual, inputs, tolerance=2e-3)
+    compare(run(inputs, form), inputs, tolerance=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -202,13 +198,10 @@ def test_extreme_logits_cause_no_overflow(form):
     ],
 )
 def test_invalid_shapes_raise(change, message):
-    inputs = make()
-    if any(name in Inputs._fields for name in change):
-        inputs = inputs._replace(**change)
-    else:
-        inputs = inputs._replace(blocks=dataclasses.replace(inputs.blocks, **change))
+    inputs, of_inputs = make(), change.keys() <= set(Inputs._fields)
+    change = change if of_inputs else {"blocks": dataclasses.replace(inputs.blocks, **change)}
     with pytest.raises(ValueError, match=message):
-        cluster_recall(*inputs)
+        cluster_recall(*inputs._replace(**change))
 
 
 @pytest.mark.parametrize(

@@ -11,19 +11,15 @@ from pallas_kernels.k_means import TpuConfig, XlaConfig, k_means, oracle
 from tests.pallas_kernels import helpers, traffic
 
 FORMS = helpers.make_forms(TpuConfig(block_points=128), XlaConfig(block_points=128))
-every_form = pytest.mark.parametrize("form", FORMS)
-quick_form = pytest.mark.parametrize("form", [form for form in FORMS if form != "mosaic_tpu_checked"])
+every_form, quick_form = helpers.form_marks(FORMS)
+FORMS["gpu"] = helpers.GPU
+
 TOLERANCE = 2e-6  # relative to norms
 
 
 @functools.partial(jax.jit, static_argnames="form")
 def run(points, centroids, is_valid, num_centroids=None, summands=None, *, form):
     return k_means(points, centroids, is_valid, num_centroids=num_centroids, summands=summands, **FORMS[form])
-
-
-@jax.jit
-def run_gpu(points, centroids, is_valid, num_centroids=None, summands=None):
-    return k_means(points, centroids, is_valid, num_centroids=num_centroids, summands=summands, **helpers.GPU)
 
 
 def make(points=300, clusters=11, head_dim=64, seed=0, scale=1.0):
@@ -75,25 +71,19 @@ def test_any_number_of_points_and_clusters(form, points, clusters):
     compare(run(*inputs, form=form), *inputs)
 
 
-@every_form
-@pytest.mark.parametrize("num_centroids", [1, 7, 11])
-def test_only_the_first_centroids_are_used(form, num_centroids):
-    inputs = make()
-    compare(run(*inputs, num_centroids, form=form), *inputs, num_centroids)
+INPUTS = {
+    **{f"{used} centroids": (make(), {"num_centroids": used}) for used in (1, 7, 11)},
+    "other summands": (make(), {"summands": 7 * jnp.roll(make()[0], 3, axis=0)}),
+    "no valid point": ((*make()[:2], jnp.zeros(300, bool)), {}),
+    "large norms": (make(scale=200.0), {}),
+}
 
 
 @every_form
-def test_other_vectors_than_points_may_be_summed(form):
-    inputs = make()
-    summands = 7 * jnp.roll(inputs[0], 3, axis=0)
-    compare(run(*inputs, None, summands, form=form), *inputs, summands=summands)
-
-
-@every_form
-def test_no_valid_point(form):
-    points, centroids, _ = make()
-    is_valid = jnp.zeros(300, bool)
-    compare(run(points, centroids, is_valid, form=form), points, centroids, is_valid)
+@pytest.mark.parametrize("name", INPUTS)
+def test_options_and_inputs(form, name):
+    inputs, options = INPUTS[name]
+    compare(run(*inputs, **options, form=form), *inputs, **options)
 
 
 @quick_form
@@ -101,12 +91,6 @@ def test_the_first_of_equal_centroids_is_chosen(form):
     points, centroids, is_valid = make()
     actual = run(points, jnp.concatenate([centroids, centroids]), is_valid, form=form)
     assert (np.asarray(actual.labels)[np.asarray(is_valid)] < len(centroids)).all()
-
-
-@quick_form
-def test_large_norms(form):
-    inputs = make(scale=200.0)
-    compare(run(*inputs, form=form), *inputs)
 
 
 def test_vmap_gives_one_kernel():
@@ -127,7 +111,6 @@ def test_the_kernel_reads_every_point_once(points, clusters, head_dim, other):
     traffic.check(actual.total, array.nbytes * (1 + other) + 2 * centroids.nbytes + points * (1 + 4))
 
 
-# Several tiles of points and of clusters, of which the last is not full; unused centroids; other summands.
 @helpers.gpu_kernel
 @pytest.mark.parametrize(
     "points, clusters, head_dim, used, other, scale",
@@ -136,7 +119,7 @@ def test_the_kernel_reads_every_point_once(points, clusters, head_dim, other):
 def test_the_gpu_kernels(points, clusters, head_dim, used, other, scale):
     inputs = make(points, clusters, head_dim, scale=scale)
     summands = 7 * jnp.roll(inputs[0], 3, axis=0) if other else None
-    compare(run_gpu(*inputs, used, summands), *inputs, used, summands)
+    compare(run(*inputs, used, summands, form="gpu"), *inputs, used, summands)
 
 
 @helpers.gpu_kernel

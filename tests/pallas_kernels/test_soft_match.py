@@ -11,9 +11,8 @@ from pallas_kernels.soft_match import TpuConfig, oracle, soft_match
 from tests.pallas_kernels import helpers, traffic
 
 FORMS = helpers.make_forms(TpuConfig(block_keys=64))
-every_form = pytest.mark.parametrize("form", FORMS)
+every_form, quick_form = helpers.form_marks(FORMS)
 QUICK = [form for form in FORMS if form != "mosaic_tpu_checked"]
-quick_form = pytest.mark.parametrize("form", QUICK)
 TOLERANCE = 2e-6  # of cosines, in float32
 
 
@@ -142,9 +141,6 @@ def test_kernels_reject_unsupported_arguments(kernel, shape, dtype, chunk_size, 
     with pytest.raises(NotImplementedError, match=message):
         soft_match(jnp.zeros(shape, dtype), 64, chunk_size, implementation=kernel, interpret=True)
     soft_match(jnp.zeros(shape, dtype), 64, chunk_size)  # XLA supports them
-
-
-@pytest.mark.parametrize("chunk_size", [0, 7])
-def test_invalid_chunk_sizes_raise(chunk_size):
-    with pytest.raises(ValueError, match=f"chunk_size={chunk_size}"):
-        soft_match(make(64), 64, chunk_size)
+    for invalid in (0, 7):
+        with pytest.raises(ValueError, match=f"chunk_size={invalid}"):
+            soft_match(jnp.zeros(shape, dtype), 64, invalid)

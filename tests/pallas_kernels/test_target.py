@@ -22,23 +22,15 @@ def test_programs_use_the_cores_of_their_target(kind, cores):
     assert dispatch.target() == jax.local_devices()[0]
 
 
-@pytest.mark.parametrize(
-    "kind, is_supported",
-    [
-        ("NVIDIA H100 80GB HBM3", True),
-        ("NVIDIA H200 141GB HBM3e", True),
-        ("NVIDIA GH200 480GB", True),
-        ("NVIDIA H20", True),
-        ("NVIDIA B200", False),
-        ("NVIDIA A100-SXM4-80GB", False),
-        ("NVIDIA L4", False),
-    ],
-)
-def test_only_programs_for_hopper_use_its_kernels(kind, is_supported, monkeypatch):
+HOPPER = ["NVIDIA H100 80GB HBM3", "NVIDIA H200 141GB HBM3e", "NVIDIA GH200 480GB", "NVIDIA H20"]
+
+
+@pytest.mark.parametrize("kind", [*HOPPER, "NVIDIA B200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4"])
+def test_only_programs_for_hopper_use_its_kernels(kind, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # as if the compiler were installed
     with jax.sharding.use_abstract_mesh(mesh_of(kind, 148, "gpu")):
         assert hopper._multiprocessors() == 148
-        if is_supported:
+        if kind in HOPPER:
             hopper.check_device()
         else:
             with pytest.raises(NotImplementedError, match=kind):
@@ -108,15 +100,10 @@ def run_list(requested, accepts=True, prefers=True):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="programs are compiled for a CPU")
 def test_the_first_implementation_runs_that_applies():
-    assert [run_list(name) for name in (None, "xla", "xla_fast", "xla_any", "oracle", "mosaic_tpu")] == [
-        2,
-        2,
-        2,
-        3,
-        4,
-        1,
-    ]
-    assert [run_list(name, prefers=False) for name in (None, "xla", "xla_fast")] == [3, 3, 2]
+    numbers = {None: 2, "xla": 2, "xla_fast": 2, "xla_any": 3, "oracle": 4, "mosaic_tpu": 1}
+    assert {name: run_list(name) for name in numbers} == numbers
+    numbers = {None: 3, "xla": 3, "xla_fast": 2}
+    assert {name: run_list(name, prefers=False) for name in numbers} == numbers
     assert run_list(None, accepts=False) == 2
     with pytest.raises(NotImplementedError, match="'mosaic_tpu' of add does not support these arguments: x is a vect"):
         run_list("mosaic_tpu", accepts=False)
