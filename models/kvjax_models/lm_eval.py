@@ -107,7 +107,7 @@ class KvjaxLM(TemplateLM):
         self.tokenizer = self.llm.tokenizer
         self.path = path
         # Refuses an invalid policy or budget before the first request.
-        self.generator(self.max_length // 2, self.max_length // 2)
+        self.cache.generator(max_prompt_tokens=self.max_length // 2, max_new_tokens=self.max_length // 2)
 
     @property
     def tokenizer_name(self) -> str:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import kvjax
-from kvjax.budget import abstract_cache, fit_bytes, limited_bytes, min_budget
+from kvjax.budget import abstract_cache, fit_bytes, limited_bytes, min_budget, row_bytes
 from kvjax.registry import POLICIES, PolicyChoice, resolve_policy
 from kvjax.spec import TILE, round_to_tiles
 from tests.kvjax.support import make_spec
@@ -119,3 +119,13 @@ def test_bytes_above_the_result_are_not_measured_where_a_policy_refuses_them():
     assert fit_bytes(kvjax.SubGenMean, spec, limit).budget == 16_000
     with pytest.raises(ValueError, match="clusters=.* must be at most 16384"):
         fit_bytes(kvjax.SubGenMean, spec, 2 * limit)
+
+
+def test_large_caches_of_top_k_policies_are_compacted_less_often():
+    for tokens, compact_every in ((2048, 16), (32768, 64), (131072, 128)):
+        spec = make_spec(1, tokens, layers=2)
+        policy = resolve_policy("snapkv", "25%", spec, tokens)
+        assert policy.compact_every == compact_every
+        assert row_bytes(policy, spec) <= 0.25 * spec.full_cache_bytes(tokens)
+        assert resolve_policy("snapkv:compact_every=4", "25%", spec, tokens).compact_every == 4
+        assert resolve_policy("snapkv", tokens // 4, spec, tokens).compact_every == 16
