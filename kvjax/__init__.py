@@ -4,9 +4,14 @@
     cache, counters, _ = kvjax.prefill(cache, counters, keys, values, lengths)
     output, cache, counters = kvjax.step(cache, counters, query, key, value)
 
-Other names are in modules: `kvjax.policy` and `kvjax.segment` for writing a policy, `kvjax.methods` for the policies
-and their data structures, `kvjax.shared` for what several methods use, `kvjax.theory` for settings from theorems,
-`kvjax.registry` and `kvjax.budget` for policies from text, `kvjax.distributed` for meshes.
+Other names are in modules. Packages on top of kvjax, such as `kvjax_models`, use these:
+
+- `policy`, `segment`, `spec`, `state` and `quantization` for writing a policy; `methods`, `combinators` and `shared`
+  for the policies, their data structures and what several of them use;
+- `attention`, `prompt_attention`, `partials` and `rope` for attention, `cache` for the caches of layers;
+- `registry`, `budget` and `policy_docs` for policies and budgets from text, `theory` for settings from theorems;
+- `distributed` for meshes;
+- `messages` for the wording of errors, `lazy_names` for names that are imported at their first use.
 """
 
 from typing import TYPE_CHECKING

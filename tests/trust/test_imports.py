@@ -3,8 +3,11 @@
 import ast
 import graphlib
 import pathlib
+import re
 
 import pytest
+
+import kvjax
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = {
@@ -41,3 +44,11 @@ def test_imports_have_no_circles_and_go_to_no_package_above(package):
         # `from a import b` needs the module b, or a name of a.
         graph[name] = {one if one in modules else one.rpartition(".")[0] for one in imports} & modules.keys() - {name}
     list(graphlib.TopologicalSorter(graph).static_order())  # raises a CycleError
+
+
+def test_kvjax_names_the_modules_that_kvjax_models_imports():
+    named = set(re.findall(r"`(\w+)`", kvjax.__doc__))
+    imports = {one for path in find_modules("kvjax_models").values() for one in find_imports(path)}
+    modules = {one.removeprefix("kvjax.") for one in find_modules("kvjax")}
+    used = {one.split(".")[1] for one in imports if one.startswith("kvjax.")} & {one.split(".")[0] for one in modules}
+    assert used and used <= named, used - named
