@@ -55,6 +55,7 @@ class DemoMethod(NamedTuple):
 
 DEMO = (
     DemoMethod("full cache", "exact", None, "bfloat16", "all keys and values in bfloat16"),
+    DemoMethod("4 bits", "exact", None, "int4", "all keys and values in 4 bits"),
     DemoMethod("auto 25%", "auto", note="all tokens in the heads that retrieve, KVzap in the others, 8 bits"),
     DemoMethod("auto 12.5%", "auto", "12.5%", note="the same in 4 bits and an eighth of the bytes"),
     DemoMethod("Chelsea", "chelsea:heads=auto", "25%", "int8", "the same heads, centroids in the others, 8 bits"),
@@ -153,7 +154,7 @@ def answer_table(outcomes: list[Outcome], expected: list[str]) -> Table:
     """Returns the table of answers: right ones as "ok" in green, wrong ones in red after an x."""
     title = f'Answers; "{WRONG.strip()}" marks a wrong one'
     table = Table(title=title, title_justify="left", box=rich.box.SIMPLE, show_edge=False, pad_edge=False)
-    table.add_column("fact", width=14, no_wrap=True)
+    table.add_column("fact", width=8, no_wrap=True)
     for outcome in outcomes:
         table.add_column(outcome.method.name, width=10, no_wrap=True)
     for number, value in enumerate(expected):
