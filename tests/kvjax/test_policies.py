@@ -35,6 +35,7 @@ from tests.kvjax.support import (
     Stream,
     after,
     begin,
+    decoded,
     each,
     every_policy,
     few_policies,
