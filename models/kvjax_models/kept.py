@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 import kvjax
 from kvjax.segment import BlockStoreRead, Segment
-from kvjax_models.runner.generator import Generator
+from kvjax_models.runner.generator import Generator, prefill_for
 from kvjax_models.runner.prefill import compression_arguments
 from kvjax_models.runner.state import init_layers, row_seeds
 
@@ -50,7 +50,7 @@ def kept_shares(generator: Generator, tokens: Sequence[int], seed: int = 0) -> F
         raise ValueError("the kept tokens are found on a single device; load the model without a mesh")
     if generator.streaming:
         raise ValueError("a streaming prefill never has all tokens of a layer; read the text without streaming")
-    layers, _, lengths = generator.prefilled_layers([tokens])
+    layers, _, lengths = prefill_for([generator], [tokens], shared_lengths=False)
     specs = tuple(replace(spec, dtype=jnp.float32, kv_dtype=None) for spec in generator.specs)
     caches = init_layers(generator.policies, specs, None, row_seeds(generator.batch, seed))
     kept, carry = [], None

@@ -242,7 +242,7 @@ class KvjaxLM(TemplateLM):
             row_requests = [rows[min(number, len(rows) - 1)] for rows in continuations]
             state = prefix if number == rounds - 1 else kvjax.take_rows(prefix, jnp.arange(len(batch)))
             texts = [question + target for _, question, target in row_requests]
-            state, log_probs, is_greedy = generator.score_greedy(state, texts)
+            state, log_probs, is_greedy = generator.score(state, texts)
             kvjax.raise_faults(state)
             for (index, question, _), row, greedy in zip(row_requests, log_probs, is_greedy, strict=True):
                 start = len(question)

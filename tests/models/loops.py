@@ -4,7 +4,7 @@ import numpy as np
 
 import kvjax
 from kvjax_models import compile_cache
-from kvjax_models.runner.decode import NO_TOKEN, decode_block
+from kvjax_models.runner.decode import NO_TOKEN, Group, decode_groups
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.sampling import GREEDY
 from kvjax_models.runner.state import check_faults, check_finite, commit_to_device, compact_layers
@@ -18,9 +18,8 @@ def decode(generator, state, max_tokens, stream_interval=None, *, compact_last=T
     while total < max_tokens and not np.asarray(state.done).all():
         block_size = generator.block_size
         steps = min(stream_interval or block_size, block_size - in_block, max_tokens - total)
-        state, sampled = decode_block(
-            generator.split_model, generator.mesh, generator.eos, block_size, state, steps, texts
-        )
+        group = Group(generator.split_model, state, texts)
+        [state], [sampled] = decode_groups([group], generator.eos, block_size, steps)
         total, in_block = total + steps, in_block + steps
         check_finite(state)
         is_last = total == max_tokens or bool(np.asarray(state.done).all())

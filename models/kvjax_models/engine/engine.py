@@ -34,7 +34,7 @@ from kvjax_models.model.llama import Llama
 from kvjax_models.prefix import Prefix, RowSizes
 from kvjax_models.prompts import Prompt, TemplateOptions
 from kvjax_models.runner.answer_text import AnswerText, check_stop
-from kvjax_models.runner.decode import NO_TOKEN, calls_layers
+from kvjax_models.runner.decode import NO_TOKEN, runs_by_layer
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.plan import Plan
 from kvjax_models.runner.sampling import GREEDY, SampledTokens, Sampling
@@ -121,7 +121,7 @@ class Engine:
         self._max_prefill_tokens, self._stream_interval = max_prefill_tokens, stream_interval
         self._scheduler = Scheduler(rows, max_bytes)
         # A program of all layers is compiled for every mix of groups; the one of a layer is small.
-        by_layer = calls_layers(model, mesh)
+        by_layer = runs_by_layer(model, mesh)
         self._mixes = Mixes(8 if by_layer else 2)
         # On a CPU, prompts of more than some tokens take their own time in a batch, too, and every batch is a program.
         self._batches_prompts = not by_layer

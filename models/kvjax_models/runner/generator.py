@@ -29,7 +29,7 @@ from kvjax_models.model.recurrent import RecurrentState
 from kvjax_models.runner import decode as decode_lib
 from kvjax_models.runner import prefill as prefill_lib
 from kvjax_models.runner import state as state_lib
-from kvjax_models.runner.decode import Prefixes, SplitModel, append_block, score_block, split_model
+from kvjax_models.runner.decode import Group, Prefixes, SplitModel, append_block, score_block, split_model
 from kvjax_models.runner.plan import Plan, rope_tokens
 from kvjax_models.runner.prefill import PrefilledLayer, compress_layer, last_logits, prefill_layers
 from kvjax_models.runner.rows import pad_prompts, trim_rows
@@ -146,8 +146,8 @@ class Generator:
 
     @functools.cached_property
     def split_model(self) -> SplitModel:
-        """The model as `decode_block` takes it."""
-        return split_model(self.model, self.scorer, self.context_tokens)
+        """The model as decode steps take it."""
+        return split_model(self.model, self.scorer, self.context_tokens, self.mesh)
 
     def _check_scorer(self, scorer: Any) -> Float[Array, "L W+2 H_kv"] | None:
         """Returns the scorer on the model's devices; None if no policy requires predicted scores."""
@@ -311,43 +311,21 @@ class Generator:
             None after every step, which is a layer of exact prefill or an appended block; finally the state.
         """
         compile_cache.free_compiled_programs(_PROGRAMS)
-        if not (self.streaming or self.is_suffix or np.asarray(state.positions).any()):
+        if self._is_first_prompt(state):
             for states in prefill_together([self], [state], prompts, shared_lengths=shared_lengths):
                 yield None if states is None else states[0]
             return
-        tokens, lengths = self._pad_to_blocks(state, prompts)
-        state = commit_to_device(state, self.mesh)
-        for block, count in self._blocks(tokens, lengths):
-            state = compact_layers(append_block(self.split_model, self.mesh, state, block, count, prefixes))
+        state, _, blocks = self._to_blocks(state, prompts)
+        for block in blocks:
+            state = compact_layers(append_block(Group(self.split_model, state, prefixes), *block))
             yield None
         check_faults(state, self.mesh)
         yield state
 
-    def prefilled_layers(
-        self, prompts: Sequence[Sequence[int]], *, shared_lengths: bool = False
-    ) -> tuple[Iterator[PrefilledLayer], Int[Array, "B N"], Int[Array, "B"]]:
-        """Computes first prompts layer by layer with exact attention; see `prefill_for`."""
-        return prefill_for([self], prompts, shared_lengths=shared_lengths)
-
     def score(
         self, state: GenerationState, prompts: Sequence[Sequence[int]], prefixes: Prefixes = None
-    ) -> tuple[GenerationState, list[Float[np.ndarray, "T"]]]:
-        """Appends one text per row like a later prompt and scores its tokens; see `score_greedy`.
-
-        Args:
-            state: state before the prompts; its buffers are donated.
-            prompts: token ids of each row.
-
-        Returns:
-            The state after the prompts, and the natural log-probability of each token, float32.
-        """
-        state, log_probs, _ = self.score_greedy(state, prompts, prefixes)
-        return state, log_probs
-
-    def score_greedy(
-        self, state: GenerationState, prompts: Sequence[Sequence[int]], prefixes: Prefixes = None
     ) -> tuple[GenerationState, list[Float[np.ndarray, "T"]], list[Bool[np.ndarray, "T"]]]:
-        """Scores prompts like `score`, and compares them with greedy decoding.
+        """Appends one text per row like a later prompt and scores its tokens.
 
         Args:
             state: state before the prompts; its buffers are donated. If it is empty, the first token has no context
@@ -355,27 +333,29 @@ class Generator:
             prompts: token ids of each row.
 
         Returns:
-            The state after the prompts, the log-probability of each token, and whether it was the most likely one.
+            The state after the prompts, the natural log-probability of each token, float32, and whether it was the most
+            likely one.
 
         Raises:
             ValueError: if the state is empty and the generator is not streaming.
         """
-        if not (self.streaming or self.is_suffix or np.asarray(state.positions).any()):
+        if self._is_first_prompt(state):
             raise ValueError(
                 "scoring appends to a cache; prefill a prompt first, or create the generator with streaming"
             )
-        tokens, lengths = self._pad_to_blocks(state, prompts)
-        state = commit_to_device(state, self.mesh)
-        blocks = []
-        for block, count in self._blocks(tokens, lengths):
-            state, *scores = score_block(self.split_model, self.mesh, state, block, count, prefixes)
-            blocks.append(scores)
+        state, lengths, blocks = self._to_blocks(state, prompts)
+        scores = []
+        for block in blocks:
+            state, *of_block = score_block(Group(self.split_model, state, prefixes), *block)
+            scores.append(of_block)
             state = compact_layers(state)
         check_faults(state, self.mesh)
-        log_probs, is_greedy = (
-            np.concatenate([np.asarray(block) for block in parts], axis=1) for parts in zip(*blocks, strict=True)
-        )
+        log_probs, is_greedy = (np.concatenate([*map(np.asarray, one)], axis=1) for one in zip(*scores, strict=True))
         return state, trim_rows(log_probs, lengths), trim_rows(is_greedy, lengths)
+
+    def _is_first_prompt(self, state: GenerationState) -> bool:
+        """Returns whether the next prompts are processed with exact attention."""
+        return not (self.streaming or self.is_suffix or np.asarray(state.positions).any())
 
     def padding_multiple(self, longest: int) -> int:
         """Returns what exact prefill pads prompts to a multiple of, given the length of the longest one."""
@@ -415,35 +395,26 @@ class Generator:
             )
         logging.log_first_n(logging.WARNING, "%s: the output may be meaningless", 1, problem)
 
-    def pad(self, prompts: Sequence[Sequence[int]], multiple: int) -> tuple[np.ndarray, np.ndarray]:
-        """Pads prompts on the right to one array; see `pad_prompts`.
-
-        Args:
-            prompts: token ids of each row.
-            multiple: the padded length is a multiple of it.
+    def _to_blocks(
+        self, state: GenerationState, texts: Sequence[Sequence[int]]
+    ) -> tuple[GenerationState, Int[np.ndarray, "B"], Iterator[tuple[Array, Array]]]:
+        """Splits texts into blocks; the last one has half the width if that suffices.
 
         Returns:
-            The padded tokens and the lengths of the prompts, int32.
+            The state, committed to its device; the lengths of the texts; and each block with the number of its tokens
+            per row.
         """
-        return pad_prompts(prompts, self.batch, multiple, self.config.vocab_size)
-
-    def _pad_to_blocks(self, state: GenerationState, texts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns padded texts and their lengths, checked against the capacity of the caches."""
-        tokens, lengths = self.pad(texts, self.block_size)
+        tokens, lengths = pad_prompts(texts, self.batch, self.block_size, self.config.vocab_size)
         self.check_capacity(np.asarray(state.positions), lengths)
-        return tokens, lengths
 
-    def _blocks(self, tokens: Int[np.ndarray, "B N"], lengths: Int[np.ndarray, "B"]) -> Iterator[tuple[Array, Array]]:
-        """Splits padded texts into blocks; the last one has half the width if that suffices.
+        def blocks() -> Iterator[tuple[Array, Array]]:
+            for start in range(0, tokens.shape[1], self.block_size):
+                count = np.clip(lengths - start, 0, self.block_size)
+                # Two widths, because each is a program.
+                width = self.block_size // 2 if np.max(count) <= self.block_size // 2 else self.block_size
+                yield replicate(tokens[:, start : start + width], self.mesh), replicate(count, self.mesh)
 
-        Yields:
-            Each block and the number of its tokens per row.
-        """
-        for start in range(0, tokens.shape[1], self.block_size):
-            count = np.clip(lengths - start, 0, self.block_size)
-            # Two widths, because each is a program.
-            width = self.block_size // 2 if np.max(count) <= self.block_size // 2 else self.block_size
-            yield replicate(tokens[:, start : start + width], self.mesh), replicate(count, self.mesh)
+        return commit_to_device(state, self.mesh), lengths, blocks()
 
 
 def prefill_together(
@@ -540,7 +511,9 @@ def prefill_for(
         generator.check_context(longest)
     bucket_size = len(compile_cache.length_bucket(longest)) if shared_lengths else 1
     multiple = first.padding_multiple(longest)
-    tokens, row_lengths = first.pad(prompts, -(-bucket_size // multiple) * multiple)
+    tokens, row_lengths = pad_prompts(
+        prompts, first.batch, -(-bucket_size // multiple) * multiple, first.config.vocab_size
+    )
     lengths = replicate(row_lengths, first.mesh)
     num_queries = [
         max(generator.policies[number].requires.num_prompt_queries(tokens.shape[1]) for generator in generators)

@@ -34,7 +34,7 @@ def lower_decode(
     model, steps = generator.model, jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
     if sharding is not None:
         model = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), model)
-    # Arguments of the form that `decode_block` passes, so that a state's own program is not compiled again.
+    # Arguments of the form that `decode_groups` passes, so that a state's own program is not compiled again.
     return decode_program.lower(
         model,
         generator.mesh,
