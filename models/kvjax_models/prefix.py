@@ -88,6 +88,16 @@ class Prefix:
         return self.rows is not None
 
     @property
+    def shared(self) -> "Prefix | None":
+        """The prefix that the rows which continue this one share: itself, or the one before it."""
+        return self if self.is_shared else self.after
+
+    @property
+    def copied_tokens(self) -> tuple[int, ...]:
+        """The tokens that a row which continues it holds."""
+        return () if self.is_shared else self.tokens
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens, including the ones of `after`."""
         return len(self.tokens) + (0 if self.after is None else self.after.num_tokens)

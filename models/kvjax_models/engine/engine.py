@@ -26,7 +26,7 @@ from kvjax.distributed.sharding import DATA
 from kvjax.spec import check_integer
 from kvjax_models.engine.groups import Group, decode_together, resize_rows, take_rows
 from kvjax_models.engine.outputs import Collector, Completion, FinishReason, Output, TokenLogprobs, Usage
-from kvjax_models.engine.requests import HasPrefix, Request, RequestChecks, RunningSequence, check_bytes, waiting
+from kvjax_models.engine.requests import HasPrefix, Request, RequestChecks, RunningSequence, waiting
 from kvjax_models.engine.scheduler import MAX_PROGRAMS, MAX_WAIT, Mixes, Scheduler, Waiting, width_for
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.keywords import suggest_keywords
@@ -229,12 +229,11 @@ class Engine:
         request = Request(number, tokens, prefix, sampling, stops, limit, seed, prompt_seed, keep)
         sizes = self._checks.sizes_of(request, room)
         sizes[-1].check_context(request.num_tokens + limit)
-        check_bytes(sizes, self.max_bytes)
+        self._scheduler.add(waiting(request, sizes, batches_prompts=self._batches_prompts))
         self._next_number += 1
         self._prompt_tokens += len(tokens)
         answer = AnswerText(self._tokenizer, request.context, stops)
         self._sequences[number] = RunningSequence(request, sizes, answer, constraint)
-        self._scheduler.add(waiting(request, sizes, batches_prompts=self._batches_prompts))
         return number
 
     def abort(self, number: int) -> None:
@@ -244,7 +243,6 @@ class Engine:
         """
         if (sequence := self._sequences.get(number)) is None:
             return
-        sequence.answer.finish()
         prefix = self._take_prefix(number) if sequence.request.keep else None
         self._finished.append(Output(number, sequence.answer.take(is_finished=True), [], "abort", prefix=prefix))
         self._end(number)
@@ -278,10 +276,8 @@ class Engine:
 
         It may be the start of a stop string, or the bytes of an incomplete character.
         """
-        if (sequence := self._sequences.get(number)) is None:
-            return ""
-        sequence.answer.finish()
-        return sequence.answer.take(is_finished=True)
+        sequence = self._sequences.get(number)
+        return "" if sequence is None else sequence.answer.take(is_finished=True)
 
     def step(self) -> list[Output]:
         """Prefills waiting requests that fit, and decodes up to a block of tokens in all rows.
@@ -574,7 +570,6 @@ class Engine:
                 try:
                     allowed[row] = sequence.constraint.allowed()
                 except ValueError as error:
-                    sequence.answer.finish()
                     outputs.append(Output(number, sequence.answer.take(True), [], "error", error=str(error)))
                     self._end(number)
             if allowed and group.used:
@@ -605,8 +600,9 @@ class Engine:
         sequence = self._sequences[cast(int, group.numbers[row])]
         request, answer = sequence.request, sequence.answer
         if is_faulty:
-            answer.finish()  # the text before this block, which is valid
-            return Output(request.number, answer.take(True), [], "error", error=group.describe_faults(row))
+            return Output(  # with the text before this block, which is valid
+                request.number, answer.take(True), [], "error", error=group.describe_faults(row)
+            )
         count = int(np.sum(sampled.token[row] != NO_TOKEN))
         num_before = len(answer.tokens)
         answer.push(sampled.token[row, :count].tolist())
@@ -620,14 +616,12 @@ class Engine:
         if (constraint := sequence.constraint) is not None:
             constraint.push(tokens)
             reason = "stop" if constraint.is_complete else reason
-        prefix = None
-        if reason is not None:
-            answer.finish()
-            prefix = self._take_prefix(request.number) if request.keep and not answer.is_stopped else None
-        logprobs = None
+        text, prefix, logprobs = answer.take(reason is not None), None, None
+        if reason is not None and request.keep and not answer.is_stopped:
+            prefix = self._take_prefix(request.number)
         if (top := request.sampling.logprobs) is not None:
             logprobs = [_token_logprobs(sampled, row, step, top) for step in range(len(tokens))]
-        return Output(request.number, answer.take(reason is not None), tokens, reason, logprobs, prefix=prefix)
+        return Output(request.number, text, tokens, reason, logprobs, prefix=prefix)
 
     def _take_prefix(self, number: int) -> Prefix | None:
         """Returns the sequence of a request; None without a row, or if the compaction of its tokens has faults."""
