@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 import kvjax
 from kvjax.distributed.sharding import HEADS, ROWS
-from kvjax.policy import RepeatedPrompt, Repetition
+from kvjax.policy import Policy, RepeatedPrompt, Repetition
 from kvjax_models.model import flash_attention
 from kvjax_models.model.exact_attention import attend_in_chunks
 from kvjax_models.model.llama import DecoderLayer, Llama, RecurrentLayer
@@ -59,6 +59,20 @@ class PrefilledLayer(NamedTuple):
     sink_logits: Float[Array, "H_q"] | None = None
     predicted_scores: Float[Array, "B H_kv N"] | None = None  # float32 log scores of the tokens
     recurrent: tuple[RecurrentState, ...] = ()  # states of the layers without attention after the prompts
+
+    def inputs_for(self, policy: Policy) -> dict[str, Any]:
+        """Returns the arguments of `kvjax.prefill` that a policy requires."""
+        requires, queries = policy.requires, self.queries
+        if queries is not None and queries.shape[1] > requires.num_prompt_queries(self.keys.shape[1]):
+            queries = kvjax.prompt_queries(policy, queries)
+        return {
+            "keys": self.keys,
+            "values": self.values,
+            "queries": queries,
+            "repeated": None if requires.repetition is None else self.repeated,
+            "sink_logits": self.sink_logits,
+            "predicted_scores": self.predicted_scores if requires.predicted_scores else None,
+        }
 
 
 def prefill_layers(
@@ -218,44 +232,26 @@ def compress_layer(
     Returns:
         The cache, the counters after the prompt, and the carry for the next layer.
     """
-    arguments, options = compression_arguments(cache, counters, layer, lengths, layer_carry)
-    return prefill_cache(*arguments, **options)
-
-
-def compression_arguments(
-    cache: kvjax.Cache,
-    counters: kvjax.Counters,
-    layer: PrefilledLayer,
-    lengths: Int[Array, "B"],
-    layer_carry: Shaped[Array, "B H_kv *N"] | None = None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments and options with which `compress_layer` calls `prefill_cache`, given its own arguments."""
-    count = cache.policy.requires.num_prompt_queries(layer.keys.shape[1])
-    queries = layer.queries
-    if queries is not None and queries.shape[1] > count:
-        queries = queries[:, queries.shape[1] - count :] if count else None
-    repeated = None if cache.policy.requires.repetition is None else layer.repeated
-    scores = layer.predicted_scores if cache.policy.requires.predicted_scores else None
-    options = {"repeated": repeated, "sink_logits": layer.sink_logits, "predicted_scores": scores}
-    return (cache, counters, layer.keys, layer.values, lengths, queries, layer_carry), options
+    return prefill_cache(cache, counters, lengths, layer_carry, layer.inputs_for(cache.policy))
 
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
 def prefill_cache(
-    cache: kvjax.Cache, counters: kvjax.Counters, *prompt: Any, **options: Any
+    cache: kvjax.Cache,
+    counters: kvjax.Counters,
+    lengths: Int[Array, "B"],
+    layer_carry: Shaped[Array, "B H_kv *N"] | None,
+    inputs: dict[str, Any],
 ) -> tuple[kvjax.Cache, kvjax.Counters, Shaped[Array, "B H_kv *N"] | None]:
     """Calls `kvjax.prefill` in a compiled program that does not donate the counters, which all layers share.
 
     Args:
-        cache: empty cache; donated.
-        counters: counters of all layers, before the prompt.
-        *prompt: arguments of `kvjax.prefill` after the counters.
-        **options: options of `kvjax.prefill`.
+        inputs: further arguments of `kvjax.prefill` (`PrefilledLayer.inputs_for`).
 
     Returns:
-        As `compress_layer`.
+        The results of `compress_layer`.
     """
-    return kvjax.prefill(cache, counters, *prompt, **options)
+    return kvjax.prefill(cache, counters, lengths=lengths, layer_carry=layer_carry, **inputs)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
@@ -303,18 +299,16 @@ def prefill_layer(
     """
     if mesh is None or not sequence_parallel:
         x = constrain_to_batch(x, mesh)
-        x, keys, values, queries, scores = _prefill_chunks(
-            rotary, mesh, [DeviceGroup()], num_queries, layer, x, lengths, scorer
-        )
-        if scores is not None and mesh is not None:
+        result = _prefill_chunks(rotary, mesh, [DeviceGroup()], num_queries, layer, x, lengths, scorer)
+        if (scores := result.predicted_scores) is not None and mesh is not None:
             scores = jax.lax.with_sharding_constraint(scores, NamedSharding(mesh, KV_SPEC))
-        return PrefilledLayer(constrain_to_batch(x, mesh), keys, values, queries, predicted_scores=scores)
+        return result._replace(x=constrain_to_batch(result.x, mesh), predicted_scores=scores)
     groups = [DeviceGroup.from_mesh(mesh, head_counts(layer), always) for always in (False, True)]
     prefill = functools.partial(_prefill_chunks, rotary, None, groups, num_queries)
-    specs = (CHUNK_SPEC, ROWS, PartitionSpec()), (CHUNK_SPEC, HEADS, HEADS, HEADS, KV_SPEC)
+    results: Any = PrefilledLayer(*(CHUNK_SPEC, HEADS, HEADS, HEADS), predicted_scores=KV_SPEC)  # type: ignore[arg-type]
+    specs = (CHUNK_SPEC, ROWS, PartitionSpec()), results
     run = with_gathered_parameters(prefill, mesh, layer, layer.attention.query_heads, *specs)
-    x, keys, values, queries, scores = run(x, lengths, scorer)
-    return PrefilledLayer(x, keys, values, queries, predicted_scores=scores)
+    return run(x, lengths, scorer)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("x",))
@@ -466,13 +460,7 @@ def _prefill_chunks(
     x: Float[Array, "B M c W"],
     lengths: Int[Array, "B"],
     scorer: Float[Array, "W+2 H_kv"] | None,
-) -> tuple[
-    Float[Array, "B M c W"],
-    Float[Array, "B N h D"],
-    Float[Array, "B N h D"],
-    Float[Array, "B w h D"] | None,
-    Float[Array, "B h N"] | None,
-]:
+) -> PrefilledLayer:
     """Returns the results of `prefill_layer` for this device's tokens.
 
     Attention is shared as in the first group that a kernel supports. With a mesh, the compiler partitions projections.
@@ -495,7 +483,7 @@ def _prefill_chunks(
         x = jax.lax.platform_dependent(*args, default=chunked.attend_by_chunks, **kernels)
     else:
         x = chunked.attend_by_chunks(*args)
-    return x, keys, values, queries, scores
+    return PrefilledLayer(x, keys, values, queries, predicted_scores=scores)
 
 
 def _last_queries(

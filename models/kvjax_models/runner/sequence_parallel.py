@@ -61,7 +61,7 @@ def with_gathered_parameters(
     parameters: Any,
     query_heads: int,
     in_specs: tuple[PartitionSpec, ...],
-    out_specs: PartitionSpec | tuple[PartitionSpec, ...],
+    out_specs: Any,
 ) -> Callable[..., Any]:
     """Wraps a function in `shard_map` so that every device gathers the parameters and calls it with its own tokens.
 
