@@ -31,7 +31,7 @@ from kvjax_models.citations import (
     token_spans,
 )
 from kvjax_models.engine import Completion, Engine, Usage
-from kvjax_models.engine.answers import AnswerOptions, Answers, answer, check_n, stream
+from kvjax_models.engine.answers import AnswerOptions, Answers, answer, stream
 from kvjax_models.fingerprint import describe_model, tokenizer_fingerprint
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.kept import kept_shares
@@ -328,8 +328,7 @@ class Document:
                 raise ValueError("citations are part of the details; pass return_details=True")
             self.check_citable()
         limit = self._limit(prompts, max_new_tokens)
-        engine = self.engine(rows=len(prompts) * check_n(n))
-        answers = answer(engine, prompts, self.prefix, n=n, max_new_tokens=limit, **options)
+        answers = answer(self.engine, prompts, self.prefix, n=n, max_new_tokens=limit, **options)
         if not cite:
             return answers
 

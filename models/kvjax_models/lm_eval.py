@@ -107,7 +107,7 @@ class KvjaxLM(TemplateLM):
         self.tokenizer = self.llm.tokenizer
         self.path = path
         # Refuses an invalid policy or budget before the first request.
-        self.generator(self.max_length // 2, self.max_length // 2)
+        self.cache.generator(max_prompt_tokens=self.max_length // 2, max_new_tokens=self.max_length // 2)
 
     @property
     def tokenizer_name(self) -> str:
@@ -157,10 +157,8 @@ class KvjaxLM(TemplateLM):
 
     def round_sizes(self, max_prompt_tokens: int, max_new_tokens: int) -> tuple[int, int]:
         """Returns the capacities of caches for prompts and later tokens, which similar lengths share."""
-        sizes = round_up_length(max_prompt_tokens), round_up_length(max_new_tokens)
-        if sum(sizes) > self.max_length:
-            sizes = max_prompt_tokens, max_new_tokens
-        return sizes
+        sizes = length_bucket(max_prompt_tokens)[-1], length_bucket(max_new_tokens)[-1]
+        return sizes if sum(sizes) <= self.max_length else (max_prompt_tokens, max_new_tokens)
 
     def _batches(
         self, requests: Sequence[Any], length_of: Callable[[Any], int]
@@ -361,11 +359,6 @@ def parse_generation_kwargs(parameters: dict[str, Any], max_gen_toks: int) -> tu
         return stop, max_new_tokens, Sampling()
     sampling = Sampling(temperature or 1.0, top_k=parameters.get("top_k") or None, top_p=parameters.get("top_p"))
     return stop, max_new_tokens, sampling
-
-
-def round_up_length(tokens: int) -> int:
-    """Returns the next length that caches are created for."""
-    return length_bucket(tokens)[-1]
 
 
 if __name__ == "__main__":

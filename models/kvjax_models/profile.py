@@ -412,7 +412,7 @@ def find(model: Llama) -> Profile | None:
     saved = _path(model)
     key = saved.stem
     path = saved if saved.is_file() else _shipped().get(key)
-    return None if path is None else _read_once(path, path.stat().st_mtime_ns, key, model.config)
+    return None if path is None else _read(path, path.stat().st_mtime_ns, key, model.config)
 
 
 def find_or_measure(model: Llama, tokenizer: Tokenizer | None, *, scorer: bool = False) -> Profile | None:
@@ -500,30 +500,9 @@ def write_file(path: pathlib.Path, model: Llama, profile: Profile) -> None:
         np.savez_compressed(file, header=np.asarray(json.dumps(header)), **arrays)
 
 
-def read_file(path: pathlib.Path, model: Llama) -> Profile:
-    """Reads the profile of a model.
-
-    Args:
-        path: a file that `write_file` wrote.
-        model: the decoder.
-
-    Returns:
-        The profile.
-
-    Raises:
-        ValueError: if the file is damaged, or is not a profile of the model.
-    """
-    return _read(path, profile_key(model), model.config)
-
-
 @functools.lru_cache(maxsize=8)
-def _read_once(path: pathlib.Path, modified: int, key: str, config: LlamaConfig) -> Profile:
-    """Reads a file that was `modified` at a time in nanoseconds; every call of `LanguageModel` asks for it."""
-    return _read(path, key, config)
-
-
-def _read(path: pathlib.Path, key: str, config: LlamaConfig) -> Profile:
-    """Reads the profile of a model with a `profile_key` and a config."""
+def _read(path: pathlib.Path, modified: int, key: str, config: LlamaConfig) -> Profile:
+    """Reads the file of a `profile_key`, which was `modified` at a time in nanoseconds; every call asks for it."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
