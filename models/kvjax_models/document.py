@@ -19,7 +19,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from kvjax.messages import shorten
-from kvjax.spec import check_integer
 from kvjax_models import profile as profiles
 from kvjax_models.citations import (
     SEPARATOR,
@@ -135,7 +134,7 @@ class Document:
         Args:
             question: a text, which follows the document in the same message of the user, or messages, of which the
                 first one does; or a list of such questions, which are answered as one batch.
-            max_new_tokens: maximum number of new tokens; by default the capacity of the suffix.
+            max_new_tokens: maximum number of new tokens; by default what the document's capacity leaves.
             stop: strings that finish an answer and are not part of it.
             seed: seed of sampling; answer i of a list has seed + i.
             n: number of answers per question.
@@ -250,9 +249,8 @@ class Document:
             Parts of the answer, in order.
         """
         prompt = self._encode_text(cast(str, question)) if self.context is None else self.encode(question)
-        limit = self._limit([prompt], max_new_tokens)
         engine = self.engine(rows=1, stream_interval=stream_interval)
-        options: dict[str, Any] = {"stop": stop, "max_new_tokens": limit, "seed": seed}
+        options: dict[str, Any] = {"stop": stop, "max_new_tokens": max_new_tokens, "seed": seed}
         yield from stream(engine, prompt, self.prefix, sampling=Sampling(**sampling), **options)
 
     def encode(
@@ -306,20 +304,7 @@ class Document:
         """Returns the tokens of a text that follows the document without a chat template."""
         return self.tokenizer.encode_continuation(self.tokenizer.escape(text), self.tokens) if text else []
 
-    def _limit(self, prompts: Sequence[Sequence[int]], max_new_tokens: int | None) -> int:
-        """Returns the maximum number of new tokens; by default the capacity after the longest prompt."""
-        longest = max(map(len, prompts))
-        if max_new_tokens is None and self.max_new_tokens <= longest:
-            raise ValueError(
-                f"a question of {longest} tokens leaves no capacity for an answer: the document was read with "
-                f"max_new_tokens={self.max_new_tokens} for each question and its answer"
-            )
-        limit = self.max_new_tokens - longest if max_new_tokens is None else max_new_tokens
-        return check_integer("max_new_tokens", limit, minimum=1)
-
-    def _answer(
-        self, prompts: Sequence[Sequence[int]], *, n: int, max_new_tokens: int | None, cite: bool, **options: Any
-    ) -> Answers:
+    def _answer(self, prompts: Sequence[Sequence[int]], *, n: int, cite: bool, **options: Any) -> Answers:
         """Returns `n` answers per prompt."""
         if not prompts:
             raise ValueError("the list of questions is empty; pass at least one")
@@ -327,8 +312,7 @@ class Document:
             if not options["return_details"]:
                 raise ValueError("citations are part of the details; pass return_details=True")
             self.check_citable()
-        limit = self._limit(prompts, max_new_tokens)
-        answers = answer(self.engine, prompts, self.prefix, n=n, max_new_tokens=limit, **options)
+        answers = answer(self.engine, prompts, self.prefix, n=n, **options)
         if not cite:
             return answers
 

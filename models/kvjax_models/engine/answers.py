@@ -36,7 +36,7 @@ def answer(
     *,
     is_single: bool,
     n: int,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     stop: str | Sequence[str],
     seed: int,
     return_details: bool,
@@ -50,7 +50,7 @@ def answer(
         prefix: the prefix that all prompts continue.
         is_single: whether there is one prompt, whose answer is not returned in a list.
         n: answers per prompt, which is processed once.
-        max_new_tokens: maximum number of new tokens of each answer.
+        max_new_tokens: maximum number of new tokens of each answer; None as for `Engine.add`.
         seed: seed of the first answer; answer i has seed + i, modulo 2**32.
         return_details: whether to return `Completion`s and a `Usage` in place of texts.
 

@@ -33,7 +33,7 @@ from kvjax_models.runner.decode import Group, Prefixes, SplitModel, append_block
 from kvjax_models.runner.plan import Plan, rope_tokens
 from kvjax_models.runner.prefill import PrefilledLayer, compress_layer, last_logits, prefill_layers
 from kvjax_models.runner.rows import pad_prompts, trim_rows
-from kvjax_models.runner.sampling import GREEDY, Sampling
+from kvjax_models.runner.sampling import GREEDY, Sampling, row_sampling
 from kvjax_models.runner.sequence_parallel import chunk_size
 from kvjax_models.runner.state import (
     GenerationState,
@@ -248,16 +248,16 @@ class Generator:
         seeds = state_lib.row_seeds(self.batch, seed)
         if layers is None:
             layers = list(state_lib.init_layers(self.policies, self.specs, self.mesh, seeds))
-        state = state_lib.init_state(
-            layers,
-            self.config.vocab_size,
-            self.mesh,
-            seeds,
-            samplings,
-            rope_tokens(self.config, self.context_tokens),  # equal states of more lengths, which share programs
-            state_lib.init_recurrent(self.config, self.batch, self.model.embedding.param_dtype, self.mesh),
+        state = GenerationState(
+            layers=tuple(cache for cache, _ in layers),
+            counters=layers[-1][1],
+            sampling=row_sampling(samplings, self.config.vocab_size, self.mesh),
+            recurrent=state_lib.init_recurrent(self.config, self.batch, self.model.embedding.param_dtype, self.mesh),
+            # Equal states of more lengths share programs.
+            context_tokens=rope_tokens(self.config, self.context_tokens),
+            **state_lib.init_rows(self.config.vocab_size, self.mesh, seeds),
         )
-        return state if self.mesh is None else state_lib.shard_on_mesh(state, self.mesh)
+        return shard_state(state, self.mesh)
 
     def reseed(self, state: GenerationState, seed: int | Sequence[int]) -> GenerationState:
         """Returns a state whose sampling continues as if it had been created with another seed.
@@ -484,7 +484,7 @@ def _prefill_in_one_pass(
         yield None
     logits = last_logits(generators[0].model, layer.x, lengths)
     yield [
-        shard_state(finish_prefill(state, own, counter, logits, tokens, lengths, recurrent), generators[0].mesh)
+        finish_prefill(state, own, counter, logits, tokens, lengths, recurrent, generators[0].mesh)
         for state, own, counter in zip(states, caches, counters, strict=True)
     ]
 
