@@ -208,7 +208,6 @@ class CachePlans:
         """Returns a `Generator`, with which callers fork, save and continue generation states themselves.
 
         Args:
-            batch: number of batch rows.
             **lengths: arguments of `plan`.
 
         Returns:

@@ -157,7 +157,6 @@ class Prefix:
 
         Args:
             generator: sizes and policies of the suffixes, with a row for each.
-            suffixes: token ids.
 
         Returns:
             The natural log-probability of each token, float32, for every suffix.

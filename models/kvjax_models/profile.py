@@ -176,12 +176,7 @@ class Ridge:
         self._product: Any = 0.0
 
     def add(self, features: Float[np.ndarray, "N W"], targets: Float[np.ndarray, "N H"]) -> None:
-        """Adds samples.
-
-        Args:
-            features: inputs.
-            targets: outputs.
-        """
+        """Adds samples."""
         self._gram = self._gram + features.T @ features
         self._product = self._product + features.T @ targets
 
@@ -210,7 +205,6 @@ def measure(
     grows with the residual streams of the texts.
 
     Args:
-        model: the decoder.
         texts: texts, which are cut into parts of 1,024 tokens; `calibration_texts()` by default.
         max_texts: maximum number of parts; with several texts, their parts take turns.
         progress: a function that is called after each layer of each part.
@@ -251,7 +245,6 @@ def make_chunks(tokenizer: Tokenizer, sources: Sequence[str], tokens: int, count
     is shorter than a chunk.
 
     Args:
-        sources: the texts.
         tokens: maximum number of tokens of a chunk.
         count: maximum number of chunks.
 
@@ -337,7 +330,6 @@ def read_layers(model: Llama, tokens: Sequence[int]) -> Iterator[LayerSample | N
     """Yields the measurements of each layer with attention of a text.
 
     Args:
-        model: the decoder.
         tokens: token ids of the text.
 
     Yields:
@@ -385,9 +377,6 @@ def profile_key(model: Llama) -> str:
     It depends on the sizes of the model and on its last norm, which quantized files store unquantized. All files of a
     model thus share a profile.
 
-    Args:
-        model: the decoder.
-
     Returns:
         A hexadecimal digest.
     """
@@ -399,9 +388,6 @@ def profile_key(model: Llama) -> str:
 
 def find(model: Llama) -> Profile | None:
     """Returns the saved profile of a model, else the one in the package.
-
-    Args:
-        model: the decoder.
 
     Returns:
         The profile; None if the model has none.
@@ -421,7 +407,6 @@ def find_or_measure(model: Llama, tokenizer: Tokenizer | None, *, scorer: bool =
     The measurement of a few texts shows a progress bar. `kvjax calibrate` measures more texts.
 
     Args:
-        model: the decoder.
         tokenizer: its tokenizer; None if it is not known.
         scorer: whether to measure the scorer of a saved profile that has none.
 
@@ -458,9 +443,6 @@ def progress_of(bar: tqdm) -> Progress:
 def save(model: Llama, profile: Profile) -> pathlib.Path:
     """Saves a profile in the user's cache directory, where `find` reads it.
 
-    Args:
-        model: the decoder.
-
     Returns:
         The path of the file.
     """
@@ -477,7 +459,6 @@ def write_file(path: pathlib.Path, model: Llama, profile: Profile) -> None:
 
     Args:
         path: the file, which is replaced if it exists.
-        model: the decoder.
     """
     moments = profile.query_moments
     variances = np.diagonal(moments, axis1=-2, axis2=-1)

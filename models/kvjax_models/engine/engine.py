@@ -92,7 +92,6 @@ class Engine:
         """Creates an engine without requests.
 
         Args:
-            model: the decoder.
             sizes: sizes of the rows of plain prompts; None for an engine whose requests all continue shared prefixes.
             rows: maximum number of rows in use.
             max_bytes: maximum bytes of all rows' caches: a request waits until the bytes that its row may come to take

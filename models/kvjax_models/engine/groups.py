@@ -235,7 +235,6 @@ def resize_rows(state: GenerationState, generator: Generator) -> GenerationState
 
     Args:
         state: state of the rows, without staged tokens, which the caller must not hold; donated.
-        generator: the size.
     """
     layers, state = list(state.layers), dataclasses.replace(state, layers=())
     for number, spec in enumerate(generator.specs):

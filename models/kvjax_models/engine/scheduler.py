@@ -59,7 +59,6 @@ class Scheduler:
         """Creates a scheduler without requests.
 
         Args:
-            rows: maximum number of rows.
             max_bytes: maximum bytes of all rows.
             max_batch_tokens: maximum number of tokens that are prefilled as one batch.
         """
@@ -156,11 +155,7 @@ class Mixes:
     """
 
     def __init__(self, max_groups: int) -> None:
-        """Creates an empty record.
-
-        Args:
-            max_groups: maximum number of groups of a program.
-        """
+        """Creates an empty record."""
         self.max_groups = max_groups
         self._steps: collections.Counter[tuple[Hashable, ...]] = collections.Counter()
         self._compiled: set[tuple[Hashable, ...]] = set()

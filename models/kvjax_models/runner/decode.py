@@ -366,7 +366,6 @@ def step_layer(
     """Appends tokens to one layer's caches and computes the layer.
 
     Args:
-        flat: the layer.
         rotaries: its rotary embedding, for every group.
         caches: its caches; donated.
         x: residual stream of the rows of all groups; donated.
@@ -419,7 +418,6 @@ def step_recurrent_layer(
     """Computes a layer with recurrent states.
 
     Args:
-        flat: the layer.
         states: its states before the tokens, of every group; donated.
         x: residual stream of new tokens of the rows of all groups; donated.
         lengths: number of these tokens of each row.

@@ -101,11 +101,9 @@ class Generator:
 
         Args:
             plan: a plan, or the policies of one, which is made for `lengths`.
-            batch: number of batch rows.
             eos: tokens that finish a sequence.
             prefill_chunk: tokens per chunk of exact prefill.
             allow_beyond_context: whether sequences may exceed the model's context length.
-            scorer: coefficients of predicted scores.
             **lengths: arguments of `Plan`.
 
         Raises:

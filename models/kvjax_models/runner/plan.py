@@ -117,11 +117,7 @@ class Plan:
         return sum(row_read_bytes(policy, spec) for policy, spec in zip(self.policies, self.specs, strict=True))
 
     def held_share(self, tokens: int) -> float:
-        """Returns the share of a sequence's tokens that have a slot, on average over heads and layers without a window.
-
-        Args:
-            tokens: length of the sequence.
-        """
+        """Returns the share of tokens that have a slot, on average over heads and layers without a window."""
         policies = [policy for policy, spec in zip(self.policies, self.specs, strict=True) if spec.window is None]
         return sum(_held_tokens(policy, tokens) for policy in policies) / (len(policies) * tokens)
 
@@ -131,7 +127,6 @@ def rope_tokens(config: LlamaConfig, tokens: int) -> int:
     """Returns the length of sequences that rotary embeddings depend on: one for all lengths of most models.
 
     Args:
-        config: configuration of the model.
         tokens: maximum length of the sequences.
     """
     longest = max(config.max_length, tokens)

@@ -90,7 +90,6 @@ def prefill_layers(
     In a hybrid model, only layers with attention count.
 
     Args:
-        model: the decoder.
         tokens: padded prompts; N must be a multiple of `chunk`. Sequence parallelism is used only if N is also a
             multiple of `sequence_parallel.chunk_size`.
         chunk: tokens per chunk on one device.
@@ -196,7 +195,6 @@ def _add_gradients(
     """Sets `RepeatedPrompt.query_weights` of all layers to the norms of gradients; see `kvjax.KVgrad`.
 
     Args:
-        model: the decoder.
         text_inputs: residual stream of the repetitions before each layer.
         text_x: residual stream after the last layer.
         sizes: lengths of the repetitions.
@@ -259,7 +257,6 @@ def embed(model: Llama, tokens: Int[Array, "*N"], mesh: Mesh | None = None) -> F
     """Computes embeddings.
 
     Args:
-        model: the decoder.
         mesh: for sequence parallelism: every device gathers the table and looks up its own tokens.
 
     Returns:
@@ -341,7 +338,6 @@ def last_logits(model: Llama, x: Float[Array, "B M C W"], lengths: Int[Array, "B
     """Returns the logits after each prompt's last token.
 
     Args:
-        model: the decoder.
         x: residual stream after the last layer, in chunks.
     """
     chunk, offset = (index[:, None, None] for index in jnp.divmod(lengths - 1, x.shape[2]))

@@ -185,7 +185,6 @@ def row_sampling(samplings: Sequence[Sampling], vocab_size: int, mesh: Mesh | No
     """Returns the parameters of rows without tokens.
 
     Args:
-        samplings: parameters of each row.
         mesh: mesh on which the arrays are replicated; None for a single device.
 
     Returns:
@@ -261,7 +260,6 @@ def sample(logits: Float[Array, "B V"], keys: Key[Array, "B"], sampling: RowSamp
     Args:
         logits: finite logits of any float dtype (see `is_finite`); computed in float32.
         keys: one typed key per row (`jax.random.key`), new for every step.
-        sampling: parameters of the rows.
 
     Returns:
         The tokens.

@@ -75,8 +75,6 @@ def cache_specs(
     """Returns the cache spec of every layer with attention.
 
     Args:
-        model: the decoder.
-        batch: number of batch rows.
         max_prompt_tokens: maximum length of the first prompt.
         max_new_tokens: maximum number of tokens after it.
         streaming: whether the prompt is appended in blocks; its tokens then count as new ones.
@@ -156,12 +154,7 @@ def _init_layer(
 def init_recurrent(
     config: LlamaConfig, batch: int, dtype: jax.typing.DTypeLike, mesh: Mesh | None = None
 ) -> tuple[RecurrentState, ...]:
-    """Returns the recurrent states of sequences without tokens; () for models that are not hybrid.
-
-    Args:
-        config: configuration of the model.
-        batch: number of batch rows.
-    """
+    """Returns the recurrent states of sequences without tokens; () for models that are not hybrid."""
     return tuple(_init_recurrent(config.recurrence, batch, jnp.dtype(dtype), mesh) for _ in config.recurrent_layers)
 
 
