@@ -5,7 +5,6 @@ Beyond the caches, the keys and values of a single layer exist at a time.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -75,6 +74,45 @@ class PrefilledLayer(NamedTuple):
         }
 
 
+@dataclasses.dataclass
+class _Repetitions:
+    """Repetitions of the prompts, which are computed after the prompts in every layer.
+
+    Attributes:
+        x: residual stream in chunks.
+        sizes: lengths of the repetitions.
+        inputs: residual stream before each layer with attention, for gradients.
+    """
+
+    repeat: Repetition
+    mesh: Mesh | None
+    sequence_parallel: bool
+    x: Float[Array, "B M C W"]
+    sizes: Int[Array, "B texts"]
+    inputs: list[Float[Array, "B M C W"]] = dataclasses.field(default_factory=list)
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether the weights of the queries are gradients."""
+        return self.repeat.weights == "gradient"
+
+    def compute(
+        self, layer: DecoderLayer, rotary: Rotary, prompt: PrefilledLayer, lengths: Int[Array, "B"]
+    ) -> RepeatedPrompt:
+        """Computes a layer with attention, given its results for the prompts."""
+        if self.needs_gradients:
+            self.inputs.append(jnp.copy(self.x))
+        arrays = self.x, prompt.keys, prompt.values, lengths, self.sizes
+        self.x, repeated = repetition.repeat_layer(
+            layer, self.repeat, rotary, self.mesh, self.sequence_parallel, *arrays
+        )
+        return repeated
+
+    def compute_recurrent(self, layer: RecurrentLayer, state: RecurrentState) -> None:
+        """Computes a layer without attention, given its state after the prompts."""
+        self.x = repetition.repeat_recurrent_layer(layer, self.mesh, self.x, state, self.sizes)
+
+
 def prefill_layers(
     model: Llama,
     tokens: Int[np.ndarray, "B N"],
@@ -116,43 +154,34 @@ def prefill_layers(
             return embed(model, replicate(chunks, mesh))
         return embed(model, shard_array(chunks, NamedSharding(mesh, CHUNK_SPEC)), mesh)
 
-    text_x = sizes = None
-    x = embed_chunks(tokens.reshape(batch, -1, size if sequence_parallel else chunk))
+    x, texts = embed_chunks(tokens.reshape(batch, -1, size if sequence_parallel else chunk)), None
     if repeat is not None:
         block = repetition.BLOCK * (size // chunk if sequence_parallel else 1)
-        texts, text_lengths = repetition.make_repetitions(repeat, tokens, np.asarray(lengths), block)
-        text_x, sizes = embed_chunks(texts.reshape(batch, -1, block)), replicate(text_lengths, mesh)
-    needs_gradients = repeat is not None and repeat.weights == "gradient"
-    if needs_gradients and model.config.recurrent_layers:
-        raise ValueError("the policy scores with gradients, which pass layers with attention only; use another policy")
-    text_inputs: list[Array] = []
+        repeated, text_lengths = repetition.make_repetitions(repeat, tokens, np.asarray(lengths), block)
+        text_x = embed_chunks(repeated.reshape(batch, -1, block))
+        texts = _Repetitions(repeat, mesh, sequence_parallel, text_x, replicate(text_lengths, mesh))
+        if texts.needs_gradients and model.config.recurrent_layers:
+            raise ValueError(
+                "the policy scores with gradients, which pass layers with attention only; use another policy"
+            )
     results: list[PrefilledLayer] = []
     numbers = model.config.attention_layers
-    before, between = model.layers[: numbers[0]], itertools.pairwise((*numbers, model.config.layers))
-    x, text_x, leading = _compute_recurrent_layers(before, mesh, x, lengths, text_x, sizes)
-    following = [model.layers[first + 1 : last] for first, last in between]
-    for index, (number, layer_queries) in enumerate(zip(numbers, num_queries, strict=True)):
+    x, leading = _compute_recurrent_layers(model.layers[: numbers[0]], mesh, x, lengths, texts)
+    ends = (*numbers[1:], model.config.layers)
+    for index, (number, end, layer_queries) in enumerate(zip(numbers, ends, num_queries, strict=True)):
         layer, rotary = model.layers[number], model.config.rotary(number, capacity)
         layer_scorer = None if scorer is None else scorer[index]
         result = prefill_layer(layer, rotary, mesh, sequence_parallel, layer_queries, x, lengths, layer_scorer)
-        x, result = result.x, result._replace(sink_logits=layer.sink_logits)
-        if repeat is not None:
-            if needs_gradients:
-                assert text_x is not None
-                text_inputs.append(jnp.copy(text_x))
-            text_x, repeated = repetition.repeat_layer(
-                layer, repeat, rotary, mesh, sequence_parallel, text_x, result.keys, result.values, lengths, sizes
-            )
-            result = result._replace(repeated=repeated)
-        x, text_x, states = _compute_recurrent_layers(following[index], mesh, x, lengths, text_x, sizes)
-        result = result._replace(x=x, recurrent=states if index else leading + states)
-        if needs_gradients:
+        of_texts = None if texts is None else texts.compute(layer, rotary, result, lengths)
+        x, states = _compute_recurrent_layers(model.layers[number + 1 : end], mesh, result.x, lengths, texts)
+        recurrent = states if index else leading + states
+        result = result._replace(x=x, sink_logits=layer.sink_logits, repeated=of_texts, recurrent=recurrent)
+        if texts is not None and texts.needs_gradients:
             results.append(result)
         else:
             yield result
-    if needs_gradients:
-        assert text_x is not None and sizes is not None
-        yield from _add_gradients(model, results, text_inputs, text_x, lengths, sizes, capacity)
+    if texts is not None and texts.needs_gradients:
+        yield from _add_gradients(model, results, texts, lengths, capacity)
 
 
 def _compute_recurrent_layers(
@@ -160,54 +189,27 @@ def _compute_recurrent_layers(
     mesh: Mesh | None,
     x: Float[Array, "B M C W"],
     lengths: Int[Array, "B"],
-    text_x: Float[Array, "B M C W"] | None,
-    sizes: Int[Array, "B texts"] | None,
-) -> tuple[Float[Array, "B M C W"], Float[Array, "B M C W"] | None, tuple[RecurrentState, ...]]:
-    """Computes consecutive layers without attention.
-
-    Args:
-        layers: the layers; () changes nothing.
-        x: residual stream of the prompts.
-        text_x: residual stream of the repetitions; None without repetitions.
-        sizes: lengths of the repetitions.
-
-    Returns:
-        Both residual streams, and the states of the layers after the prompts.
-    """
+    texts: _Repetitions | None,
+) -> tuple[Float[Array, "B M C W"], tuple[RecurrentState, ...]]:
+    """Returns the residual stream of the prompts after consecutive layers without attention, and their states."""
     states: list[RecurrentState] = []
     for layer in layers:
         x, state = prefill_recurrent_layer(layer, mesh, x, lengths)
         states.append(state)
-        if text_x is not None:
-            text_x = repetition.repeat_recurrent_layer(layer, mesh, text_x, state, sizes)
-    return x, text_x, tuple(states)
+        if texts is not None:
+            texts.compute_recurrent(layer, state)
+    return x, tuple(states)
 
 
 def _add_gradients(
-    model: Llama,
-    layers: Sequence[PrefilledLayer],
-    text_inputs: Sequence[Float[Array, "B M C W"]],
-    text_x: Float[Array, "B M C W"],
-    lengths: Int[Array, "B"],
-    sizes: Int[Array, "B texts"],
-    capacity: int,
+    model: Llama, layers: Sequence[PrefilledLayer], texts: _Repetitions, lengths: Int[Array, "B"], capacity: int
 ) -> list[PrefilledLayer]:
-    """Sets `RepeatedPrompt.query_weights` of all layers to the norms of gradients; see `kvjax.KVgrad`.
-
-    Args:
-        text_inputs: residual stream of the repetitions before each layer.
-        text_x: residual stream after the last layer.
-        sizes: lengths of the repetitions.
-        capacity: maximum length of the sequences.
-
-    Returns:
-        The results with weights.
-    """
-    gradient, weighted = repetition.final_gradient(text_x, sizes), []
+    """Sets `RepeatedPrompt.query_weights` of all layers to the norms of gradients; see `kvjax.KVgrad`."""
+    gradient, weighted = repetition.final_gradient(texts.x, texts.sizes), []
     for number in reversed(range(len(layers))):
         result, rotary = layers[number], model.config.rotary(number, capacity)
         assert result.repeated is not None
-        arrays = (text_inputs[number], result.keys, result.values, lengths, sizes)
+        arrays = (texts.inputs[number], result.keys, result.values, lengths, texts.sizes)
         gradient, weights = repetition.backpropagate_layer(model.layers[number], rotary, *arrays, gradient)
         weighted.append(result._replace(repeated=dataclasses.replace(result.repeated, query_weights=weights)))
     return weighted[::-1]
