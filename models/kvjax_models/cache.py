@@ -26,7 +26,7 @@ from kvjax.registry import PolicyChoice
 from kvjax.spec import check_integer
 from kvjax_models.cache_plans import CachePlans
 from kvjax_models.document import Document, manifest
-from kvjax_models.engine import Collector, Completion, Engine, Usage, seed_of_prompt
+from kvjax_models.engine import Completion, Engine, Usage, seed_of_prompt
 from kvjax_models.engine.answers import AnswerOptions, Answers, answer, stream
 from kvjax_models.keywords import suggest_keywords
 from kvjax_models.prefix import Prefix, open_save
@@ -57,7 +57,6 @@ class GenerateOptions(AnswerOptions, total=False):
 
 
 MAX_ROWS = 2**16  # of a batch; far above what any device holds
-_MAX_WAITING = 64  # prompts that `generate_many` reads ahead, so that similar ones are prefilled together
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -206,28 +205,21 @@ class CachedModel(CachePlans):
         """
         rows, max_bytes = parse_rows(batch_size)
         engine = self.engine(rows=rows, max_bytes=max_bytes, max_prefill_tokens=max_prefill_tokens)
-        token_lists = (self.llm.encode(one, template_options) for one in as_prompts(prompts))
-        waiting, collector = enumerate(token_lists), Collector()
-        finished: dict[int, Completion] = {}
-        next_number = 0
-        while True:
-            while engine.num_waiting < min(engine.num_free_rows, _MAX_WAITING) and (item := next(waiting, None)):
-                number, tokens = item
+
+        def add_requests() -> Iterator[int]:
+            """Adds a request for every prompt, which has its number."""
+            for number, prompt in enumerate(as_prompts(prompts)):
+                options: dict[str, Any] = {"stop": stop, "max_new_tokens": max_new_tokens}
+                tokens, prompt_seed = self.llm.encode(prompt, template_options), seed_of_prompt(seed, number)
                 try:
-                    engine.add(
-                        tokens,
-                        sampling=Sampling(**sampling),
-                        stop=stop,
-                        max_new_tokens=max_new_tokens,
-                        seed=seed_of_prompt(seed, number),
-                    )
+                    yield engine.add(tokens, sampling=Sampling(**sampling), seed=prompt_seed, **options)
                 except ValueError as error:
                     raise ValueError(f"prompt {number}: {error}") from error
-            if not engine.has_unfinished:
-                return
-            for output in engine.step():
-                if (completion := collector.add(output)) is not None:
-                    finished[completion.number] = completion
+
+        finished: dict[int, Completion] = {}
+        next_number = 0
+        for completion in engine.completions(requests=add_requests()):
+            finished[completion.number] = completion
             while next_number in finished:
                 yield finished.pop(next_number)
                 next_number += 1

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 import kvjax
 from kvjax_models.compile_cache import length_bucket
-from kvjax_models.engine import Collector, seed_of_prompt
+from kvjax_models.engine import seed_of_prompt
 from kvjax_models.formats import chat_template
 from kvjax_models.language_model import load
 from kvjax_models.runner.sampling import Sampling
@@ -311,12 +311,12 @@ class KvjaxLM(TemplateLM):
         Yields:
             The index of a request, and its answer.
         """
-        engine, waiting, numbers = self.cache.engine(rows=self.batch_size), enumerate(requests), dict[int, int]()
-        collector = Collector(numbers)
-        while True:
+        engine = self.cache.engine(rows=self.batch_size)
+
+        def add_requests() -> Iterator[int]:
             # Documents are read when a row is free, so that few of them are in memory.
-            while engine.num_waiting < engine.num_free_rows and (item := next(waiting, None)) is not None:
-                index, (text, parameters) = item[0], item[1].args
+            for index, request in enumerate(requests):
+                text, parameters = request.args
                 stop, max_new_tokens, sampling = parse_generation_kwargs(parameters, self.max_gen_toks)
                 prompt, question = self._split_context(self.tok_encode(text), max_new_tokens, text)
                 document = None
@@ -325,12 +325,10 @@ class KvjaxLM(TemplateLM):
                     document = self.cache.read(prompt, max_new_tokens=capacity, seed=self.seed)
                 seed = seed_of_prompt(self.seed, index)
                 options: dict[str, Any] = {"sampling": sampling, "stop": stop, "max_new_tokens": max_new_tokens}
-                numbers[engine.add(question or prompt, document, seed=seed, **options)] = index
-            if not engine.has_unfinished:
-                return
-            for output in engine.step():
-                if (completion := collector.add(output)) is not None:
-                    yield completion.number, completion.text
+                yield engine.add(question or prompt, document, seed=seed, **options)
+
+        for completion in engine.completions(requests=add_requests()):
+            yield completion.number, completion.text
 
 
 def parse_generation_kwargs(parameters: dict[str, Any], max_gen_toks: int) -> tuple[list[str], int, Sampling]:

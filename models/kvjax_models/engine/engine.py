@@ -17,7 +17,7 @@ but for the rounding of products whose shapes depend on the rows in use.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -43,6 +43,7 @@ from kvjax_models.sharding import mesh_of, replicate
 from kvjax_models.stopwatch import Stopwatch
 
 MIN_STEPS = 8  # decode steps of running rows between two turns of prefill, if `max_prefill_tokens` limits these
+_MAX_WAITING = 64  # requests that are added ahead, so that similar prompts are prefilled together
 _BLOCK = 2**20  # decode steps of a call that ends with a block
 
 
@@ -307,11 +308,14 @@ class Engine:
         while self.has_unfinished:
             yield from self.step()
 
-    def completions(self, numbers: Mapping[int, int] | None = None) -> Iterator[Completion]:
+    def completions(
+        self, numbers: Mapping[int, int] | None = None, requests: Iterable[object] = ()
+    ) -> Iterator[Completion]:
         """Runs until all requests are finished, which may be added meanwhile.
 
         Args:
             numbers: numbers of the prompts by request; by default the numbers of the requests.
+            requests: adds a request whenever it is advanced, which happens when a row is free.
 
         Yields:
             Completions as they finish.
@@ -319,10 +323,15 @@ class Engine:
         Raises:
             ValueError: if a request failed, with the number of its prompt.
         """
-        collector = Collector(numbers)
-        for output in self.run():
-            if (completion := collector.add(output)) is not None:
-                yield completion
+        collector, requests = Collector(numbers), iter(requests)
+        while True:
+            while self.num_waiting < min(self.num_free_rows, _MAX_WAITING) and next(requests, None) is not None:
+                pass
+            if not self.has_unfinished:
+                return
+            for output in self.step():
+                if (completion := collector.add(output)) is not None:
+                    yield completion
 
     def complete(self) -> tuple[list[Completion], Usage]:
         """Runs until all requests are finished.
