@@ -18,7 +18,7 @@ context is processed once, and every question and option continues a copy.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -155,25 +155,6 @@ class KvjaxLM(TemplateLM):
         """
         return self.tokenizer.render_chat(chat_history, add_generation_prompt, self.template_options)
 
-    def round_sizes(self, max_prompt_tokens: int, max_new_tokens: int) -> tuple[int, int]:
-        """Returns the capacities of caches for prompts and later tokens, which similar lengths share."""
-        sizes = length_bucket(max_prompt_tokens)[-1], length_bucket(max_new_tokens)[-1]
-        return sizes if sum(sizes) <= self.max_length else (max_prompt_tokens, max_new_tokens)
-
-    def _batches(
-        self, requests: Sequence[Any], length_of: Callable[[Any], int]
-    ) -> Iterator[tuple[list[int], list[Any]]]:
-        """Groups requests into batches of similar length, the longest first.
-
-        Yields:
-            The indices of the requests, and the requests, with the last one repeated to fill the batch.
-        """
-        order = sorted(range(len(requests)), key=lambda index: -length_of(requests[index]))
-        for start in tqdm(range(0, len(order), self.batch_size), desc="kvjax", disable=None):
-            indices = order[start : start + self.batch_size]
-            batch = [requests[index] for index in indices]
-            yield indices, batch + batch[-1:] * (self.batch_size - len(batch))
-
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Returns the log-likelihood of continuations, and whether greedy decoding would generate them.
 
@@ -214,9 +195,10 @@ class KvjaxLM(TemplateLM):
                 target = target[1:]  # the harness before version 0.4.10 encodes it twice
             prompt, question = self._split_context(context, len(target), None if key is None else key[0])
             by_prompt.setdefault(tuple(prompt), []).append((index, question, target))
-        groups = list(by_prompt.items())
-        for _, batch in self._batches(groups, lambda group: len(group[0])):
-            for index, result in self._score_batch(batch):
+        groups = sorted(by_prompt.items(), key=lambda group: -len(group[0]))  # prompts of similar lengths share a batch
+        for start in tqdm(range(0, len(groups), self.batch_size), desc="kvjax", disable=None):
+            batch = groups[start : start + self.batch_size]
+            for index, result in self._score_batch(batch + batch[-1:] * (self.batch_size - len(batch))):
                 results[index] = result
         for (key, _, _), result in zip(requests, results, strict=True):
             if key is not None:
@@ -233,8 +215,10 @@ class KvjaxLM(TemplateLM):
         """
         prompts, continuations = [list(prompt) for prompt, _ in batch], [rows for _, rows in batch]
         longest = max(len(question) + len(target) for rows in continuations for _, question, target in rows)
-        sizes = self.round_sizes(max(map(len, prompts)), longest)
-        generator = self.cache.generator(batch=len(batch), max_prompt_tokens=sizes[0], max_new_tokens=sizes[1])
+        sizes = {"max_prompt_tokens": max(map(len, prompts)), "max_new_tokens": longest}
+        rounded = {name: length_bucket(size)[-1] for name, size in sizes.items()}  # which similar lengths share
+        sizes = rounded if sum(rounded.values()) <= self.max_length else sizes
+        generator = self.cache.generator(batch=len(batch), **sizes)
         prefix, rounds = generator.prefill(generator.init_state(self.seed), prompts), max(map(len, continuations))
         for number in range(rounds):
             row_requests = [rows[min(number, len(rows) - 1)] for rows in continuations]

@@ -263,17 +263,7 @@ def sample(logits: Float[Array, "B V"], keys: Key[Array, "B"], sampling: RowSamp
 
     Returns:
         The tokens.
-
-    Raises:
-        ValueError: if shapes or dtypes of logits and keys are invalid.
     """
-    if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise ValueError(f"logits must be floats of shape [B, V], got {logits.dtype}{list(logits.shape)}")
-    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.shape != logits.shape[:1]:
-        raise ValueError(
-            f"keys must be {logits.shape[0]} typed keys, one per row (jax.random.split(key, B)), got "
-            f"{keys.dtype}{list(keys.shape)}"
-        )
     logits = logits.astype(jnp.float32)
     # Conditionals, because passes over the vocabulary and above all the sort cost time that most steps do not need.
     penalizes = (
