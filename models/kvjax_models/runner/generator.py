@@ -450,41 +450,37 @@ def prefill_together(
     results = list(states)
     for repeat in passes:
         indices = [i for i, one in enumerate(repetitions) if one == repeat or (one is None and repeat == passes[0])]
-        members = [generators[i] for i in indices]
-        for new_states in _prefill_in_one_pass(members, [states[i] for i in indices], prompts, shared_lengths):
-            if new_states is None:
-                yield None
-            else:
-                for index, state in zip(indices, new_states, strict=True):
-                    results[index] = state
+        yield from _prefill_in_one_pass(generators, results, indices, prompts, shared_lengths)
     yield results
 
 
 def _prefill_in_one_pass(
     generators: Sequence[Generator],
-    states: Sequence[GenerationState],
+    states: list[GenerationState],
+    indices: Sequence[int],
     prompts: Sequence[Sequence[int]],
     shared_lengths: bool,
-) -> Iterator[list[GenerationState] | None]:
-    """Processes prompts as `prefill_together`, for generators that need at most one repetition of the prompts."""
-    layers, tokens, lengths = prefill_for(generators, prompts, shared_lengths=shared_lengths)
-    caches: list[list[kvjax.Cache]] = [[] for _ in generators]
-    carries: list[Any] = [None for _ in generators]
-    counters = [state.counters for state in states]
+) -> Iterator[None]:
+    """Processes prompts into the states at some indices, which need at most one repetition of the prompts."""
+    members = [generators[index] for index in indices]
+    layers, tokens, lengths = prefill_for(members, prompts, shared_lengths=shared_lengths)
+    caches: dict[int, list[kvjax.Cache]] = {index: [] for index in indices}
+    counters: dict[int, kvjax.Counters] = {}
+    carries: dict[int, Any] = dict.fromkeys(indices)
     recurrent: list[RecurrentState] = []
     for number, layer in enumerate(layers):
-        for index, state in enumerate(states):
+        for index in indices:
+            state = states[index]
             cache, counters[index], carries[index] = compress_layer(
                 state.layers[number], state.counters, layer, lengths, carries[index]
             )
             caches[index].append(cache)
         recurrent.extend(layer.recurrent)
         yield None
-    logits = last_logits(generators[0].model, layer.x, lengths)
-    yield [
-        finish_prefill(state, own, counter, logits, tokens, lengths, recurrent, generators[0].mesh)
-        for state, own, counter in zip(states, caches, counters, strict=True)
-    ]
+    logits, mesh = last_logits(members[0].model, layer.x, lengths), members[0].mesh
+    for index in indices:
+        results = caches[index], counters[index], logits, tokens, lengths, recurrent
+        states[index] = finish_prefill(states[index], *results, mesh)
 
 
 def prefill_for(
