@@ -310,7 +310,7 @@ class CachedModel(CachePlans):
 
         Args:
             save: replaces the entries of the state.
-            **text: what was read; see `Document`.
+            **text: fields of `Document` that describe the text.
         """
         prefix = Prefix.of(generator, tokens, state, rows=functools.partial(self.suffix_rows, generator))
         options = self._describe(generator.policies[-1])

@@ -134,7 +134,7 @@ class Document:
         Args:
             question: a text, which follows the document in the same message of the user, or messages, of which the
                 first one does; or a list of such questions, which are answered as one batch.
-            max_new_tokens: maximum number of new tokens; by default what the document's capacity leaves.
+            max_new_tokens: maximum number of new tokens; by default up to the document's capacity.
             stop: strings that finish an answer and are not part of it.
             seed: seed of sampling; answer i of a list has seed + i.
             n: number of answers per question.
