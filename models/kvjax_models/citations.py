@@ -57,14 +57,13 @@ class Citation(NamedTuple):
 
 
 def find_citations(
-    text: str, spans: Int[np.ndarray, "T 2"], attention: Float[np.ndarray, "H T"], count: int = MAX_CITATIONS
+    text: str, spans: Int[np.ndarray, "T 2"], attention: Float[np.ndarray, "H T"]
 ) -> tuple[Citation, ...]:
-    """Returns the parts of a text with the largest weights, largest first.
+    """Returns up to `MAX_CITATIONS` parts of a text with the largest weights, largest first.
 
     Args:
         spans: start and end of the characters of every token; equal for tokens that are not part of the text.
         attention: attention of every head to every token; see `attention_to_text`.
-        count: maximum number of citations.
     """
     bounds = np.array([*text_parts(text)], np.int64).reshape(-1, 2)
     starts, ends = spans.T
@@ -73,7 +72,7 @@ def find_citations(
     is_inside = (ends > starts) & (part >= 0)
     is_inside[:SKIPPED_TOKENS] = False  # attention sinks
     weights = np.bincount(part[is_inside], attention.mean(axis=0)[is_inside], minlength=len(bounds))
-    best = np.argsort(-weights, kind="stable")[:count]
+    best = np.argsort(-weights, kind="stable")[:MAX_CITATIONS]
     return tuple(
         Citation(int(start), int(end), text[start:end], float(weight / weights.sum()))
         for (start, end), weight in zip(bounds[best], weights[best], strict=True)

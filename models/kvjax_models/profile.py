@@ -196,7 +196,6 @@ def measure(
     *,
     max_texts: int = TEXTS,
     progress: Progress | None = None,
-    scorer: bool = True,
     ridge: float = RIDGE,
 ) -> Profile:
     """Measures the profile of a model.
@@ -208,7 +207,6 @@ def measure(
         texts: texts, which are cut into parts of 1,024 tokens; `calibration_texts()` by default.
         max_texts: maximum number of parts; with several texts, their parts take turns.
         progress: a function that is called after each layer of each part.
-        scorer: whether to fit the scorer.
         ridge: weight of the squared coefficients of the scorer, above 0.
 
     Returns:
@@ -229,7 +227,7 @@ def measure(
     chunks = [chunk for chunk in chunks if len(chunk) >= MIN_TOKENS]
     if not chunks:
         raise ValueError(f"the texts have fewer than {MIN_TOKENS} tokens; pass longer ones")
-    return _measure_chunks(model, chunks, progress, ridge if scorer else None)
+    return _measure_chunks(model, chunks, progress, ridge)
 
 
 def calibration_texts() -> list[str]:
@@ -263,16 +261,15 @@ def make_chunks(tokenizer: Tokenizer, sources: Sequence[str], tokens: int, count
     return [prefix + chunk for chunk in interleaved[:count]]
 
 
-def _measure_chunks(
-    model: Llama, chunks: Sequence[Sequence[int]], progress: Progress | None, ridge: float | None
-) -> Profile:
-    """Returns the profile that token ids of texts give; without a scorer if `ridge` is None."""
+def _measure_chunks(model: Llama, chunks: Sequence[Sequence[int]], progress: Progress | None, ridge: float) -> Profile:
+    """Returns the profile that token ids of texts give."""
     config = model.config
     layers, kv_heads, dim = len(config.attention_layers), config.kv_heads, config.head_dim
+    scorer = np.zeros((layers, config.width + 2, kv_heads), np.float32)
     profile = Profile(
         head_needs=np.zeros((len(FRACTIONS), layers, kv_heads), np.float32),
         kept_mass=np.zeros(len(FRACTIONS), np.float32),
-        scorer=np.zeros((layers, config.width + 2, kv_heads), np.float32) if ridge is not None else None,
+        scorer=scorer,
         query_moments=np.zeros((layers, kv_heads, dim, dim), np.float32),
         query_means=np.zeros((layers, config.query_heads, dim), np.float32),
         query_norms=np.zeros((layers, config.query_heads), np.float32),
@@ -289,12 +286,11 @@ def _measure_chunks(
                 profile.query_moments[number] += sample.query_moments / len(chunks)
                 profile.query_means[number] += sample.query_means / len(chunks)
                 profile.query_norms[number] += sample.query_norms / len(chunks)
-                if ridge is not None:
-                    regression.add(sample.features(), sample.targets())
+                regression.add(sample.features(), sample.targets())
             if progress is not None:
                 progress(number * len(chunks) + text + 1, layers * len(chunks))
-        if profile.scorer is not None and ridge is not None and number in full:
-            profile.scorer[number] = regression.solve(ridge)
+        if number in full:
+            scorer[number] = regression.solve(ridge)
     for text_scores in scores:
         needs, mass = head_needs(np.stack(text_scores))
         profile.head_needs[:, full] += needs / len(chunks)
