@@ -49,7 +49,6 @@ from kvjax_models.prompts import (
 )
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.sampling import Sampling, SamplingOptions
-from kvjax_models.saves import Save
 
 
 class DocumentOptions(AnswerOptions, total=False):
@@ -522,13 +521,3 @@ def _contents(messages: Sequence[Message]) -> list[str]:
 def manifest(model: Llama, tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns the values that must be equal when a document is opened, as JSON."""
     return {"format": FORMAT, "model": describe_model(model), "tokenizer": tokenizer_fingerprint(tokenizer)}
-
-
-def check_empty(directory: str | os.PathLike) -> None:
-    """Checks that a document can be saved to a directory, before the work of reading it.
-
-    Raises:
-        ValueError: if it has a save.
-        OSError: if it cannot be written.
-    """
-    Save(directory).lock()

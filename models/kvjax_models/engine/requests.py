@@ -109,15 +109,12 @@ class RunningSequence:
         return self.sizes[self.level]
 
     @property
-    def num_own(self) -> int:
-        """Tokens that the row holds."""
-        return len(self.request.own_tokens) + len(self.answer.tokens)
-
-    @property
     def must_grow(self) -> bool:
         """Whether the row has no capacity for another block."""
-        is_last = self.level == len(self.sizes) - 1
-        return not is_last and self.num_own + self.size.block_size > self.size.plan.capacity
+        if self.level == len(self.sizes) - 1:
+            return False
+        held = len(self.request.own_tokens) + len(self.answer.tokens)
+        return held + self.size.block_size > self.size.plan.capacity
 
 
 class RequestChecks:
