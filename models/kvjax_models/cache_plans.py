@@ -244,7 +244,6 @@ class CachePlans:
         Returns:
             The plan.
         """
-        max_prompt_tokens = max(max_prompt_tokens, 1)
         tokens = budget_tokens or max_prompt_tokens + max_new_tokens
         lengths: dict[str, Any] = {
             "max_prompt_tokens": max_prompt_tokens,
