@@ -212,7 +212,6 @@ class CachePlans:
         return self._generator_of(self.plan(**lengths), batch)
 
     def _generator_of(self, plan: Plan, batch: int = 1) -> Generator:
-        """Returns a generator of a plan."""
         return Generator(
             self.llm.model,
             plan,

@@ -304,7 +304,6 @@ class Document:
         return self.tokenizer.encode_continuation(self.tokenizer.escape(text), self.tokens) if text else []
 
     def _answer(self, prompts: Sequence[Sequence[int]], *, n: int, cite: bool, **options: Any) -> Answers:
-        """Returns `n` answers per prompt."""
         if not prompts:
             raise ValueError("the list of questions is empty; pass at least one")
         if cite:

@@ -262,7 +262,6 @@ def make_chunks(tokenizer: Tokenizer, sources: Sequence[str], tokens: int, count
 
 
 def _measure_chunks(model: Llama, chunks: Sequence[Sequence[int]], progress: Progress | None, ridge: float) -> Profile:
-    """Returns the profile that token ids of texts give."""
     config = model.config
     layers, kv_heads, dim = len(config.attention_layers), config.kv_heads, config.head_dim
     scorer = np.zeros((layers, config.width + 2, kv_heads), np.float32)

@@ -138,7 +138,6 @@ class Save:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _write_digests(self) -> None:
-        """Writes the digests of the save's files into it."""
         digests = {"step": _STEP, "sha256": _digests(self._path)}
         atomic_io.write_text(self._path / DIGESTS, json.dumps(digests) + "\n")
 

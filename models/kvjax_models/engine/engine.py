@@ -440,7 +440,6 @@ class Engine:
             self._finished.append(Output(item.number, "", [], "error", error=str(error)))
 
     def _make_ready(self, items: Sequence[Sequence[Waiting]], state: GenerationState) -> None:
-        """Lets rows that are prefilled wait for a group."""
         numbers = [[item.number for item in row if item.number in self._sequences] for row in items]
         size = self._sequences[next(number for row in numbers for number in row)].size
         if all(len(row) == 1 for row in numbers):

@@ -127,7 +127,6 @@ class Generator:
         self._set_batch(batch)
 
     def _set_batch(self, batch: int) -> None:
-        """Sets the number of batch rows."""
         object.__setattr__(self, "batch", check_integer("batch", batch, 1))
         specs = tuple(dataclasses.replace(spec, batch=self.batch) for spec in self.plan.specs)
         object.__setattr__(self, "specs", specs)

@@ -109,7 +109,6 @@ class Sampling:
 
 
 def _schema_text(schema: Any) -> str | None:
-    """Returns a schema as JSON."""
     if schema is None:
         return None
     try:
@@ -283,7 +282,6 @@ def is_finite(logits: Float[Array, "B V"]) -> Bool[Array, "B"]:
 
 
 def _penalize(logits: Float[Array, "B V"], sampling: RowSampling) -> Float[Array, "B V"]:
-    """Applies the penalties."""
     factor = sampling.repetition_penalty[:, None]
     occurs = sampling.counts > 0
     repeated = jnp.where(logits > 0, logits / factor, logits * factor)
