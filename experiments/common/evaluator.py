@@ -201,11 +201,11 @@ class Evaluator:
         [item] = unit.items
         size = caches.sequence_size(generator, len(unit.text) + self.capacity, kvjax.cache_bytes(state.layers).host)
         if self.task.kind == "continue":
-            _, [of_passage] = generator.score(state, [item.tokens])
+            _, [of_passage], _ = generator.score(state, [item.tokens])
             return size, [Score(-float(np.mean(of_passage[1:])))]
         if self.task.kind == "choose":
             rows = len(item.choices)
-            _, log_probs = generator.with_batch(rows).score(kvjax.repeat_rows(state, rows), item.choices)
+            _, log_probs, _ = generator.with_batch(rows).score(kvjax.repeat_rows(state, rows), item.choices)
             return size, [choose(item, log_probs)]
         engine = Engine(self.llm.model, self.llm.tokenizer, lambda *_: (generator,), rows=1)
         prefix = Prefix.of(generator, unit.text, state, num_first=len(unit.text))
@@ -225,7 +225,7 @@ class Evaluator:
 
     def _stream(self, unit: Unit, generator: Generator, seed: int) -> Measured:
         """Returns the mean negative log-likelihood of a passage that is processed through the compressed cache."""
-        state, [log_probs] = generator.score(generator.init_state(seed), [unit.text])
+        state, [log_probs], _ = generator.score(generator.init_state(seed), [unit.text])
         size = caches.sequence_size(generator, len(unit.text), kvjax.cache_bytes(state.layers).host)
         return dataclasses.replace(size, tail_fraction=0.0), [Score(-float(np.mean(log_probs[1:])))]
 

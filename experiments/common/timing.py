@@ -20,7 +20,7 @@ from kvjax.combinators.host_memory import HostMemoryState
 from kvjax.policy import merge_requirements
 from kvjax_models.model.llama import Llama, parameter_bytes
 from kvjax_models.runner import lowering
-from kvjax_models.runner.decode import decode_block
+from kvjax_models.runner.decode import Group, decode_groups
 from kvjax_models.runner.generator import Generator, common_scorer
 from kvjax_models.runner.prefill import PrefilledLayer, compress_layer, embed, prefill_layers
 from kvjax_models.runner.repetition import make_repetitions, repeat_layer
@@ -77,9 +77,8 @@ class Writer:
         generator = self.generator
         for start in range(0, self.tokens, generator.block_size):
             steps = min(generator.block_size, self.tokens - start)
-            state, _ = decode_block(
-                generator.split_model, generator.mesh, generator.eos, generator.block_size, self.state, steps
-            )
+            group = Group(generator.split_model, self.state)
+            [state], _ = decode_groups([group], generator.eos, generator.block_size, steps)
             self.state = compact_layers(state)
         kvjax.raise_faults(self.state)
         return self.state

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax_models.document import Document
-from kvjax_models.runner.decode import append_block
+from kvjax_models.runner.decode import Group, append_block
 from kvjax_models.runner.state import check_faults, commit_to_device, compact_layers
 
 
@@ -39,7 +39,7 @@ def follow(
         if answer is None and tokens[-1] in suffix.eos:
             break
         block = jnp.array([tokens[-1:]], jnp.int32), jnp.ones(1, jnp.int32)
-        state = append_block(suffix.split_model, suffix.mesh, state, *block, entries)
+        state = append_block(Group(suffix.split_model, state, entries), *block)
         if len(tokens) % suffix.block_size == 0:
             state = compact_layers(state)
     check_faults(state, suffix.mesh)

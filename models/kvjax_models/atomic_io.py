@@ -84,7 +84,6 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
     Args:
         path: the file, which is replaced if it exists.
-        text: its new content.
     """
     with atomic_replace(path) as partial:
         partial.write_text(text, encoding="utf-8")

@@ -26,8 +26,8 @@ from kvjax.registry import PolicyChoice
 from kvjax.spec import check_integer
 from kvjax_models.cache_plans import CachePlans
 from kvjax_models.document import Document, manifest
-from kvjax_models.engine import Collector, Completion, Engine, Usage, seed_of_prompt
-from kvjax_models.engine.answers import AnswerOptions, Answers, answer, check_n, stream
+from kvjax_models.engine import Completion, Engine, Usage, seed_of_prompt
+from kvjax_models.engine.answers import AnswerOptions, Answers, answer, stream
 from kvjax_models.keywords import suggest_keywords
 from kvjax_models.prefix import Prefix, open_save
 from kvjax_models.profile import Profile
@@ -57,7 +57,6 @@ class GenerateOptions(AnswerOptions, total=False):
 
 
 MAX_ROWS = 2**16  # of a batch; far above what any device holds
-_MAX_WAITING = 64  # prompts that `generate_many` reads ahead, so that similar ones are prefilled together
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -132,9 +131,8 @@ class CachedModel(CachePlans):
         token_lists = [self.llm.encode(one, template_options) for one in prompts]
         if not token_lists:
             raise ValueError("prompt is an empty list; pass at least one prompt")
-        engine = self.engine(rows=len(token_lists) * check_n(n))
         return answer(
-            engine,
+            self.engine,
             token_lists,
             is_single=is_single,
             n=n,
@@ -207,28 +205,21 @@ class CachedModel(CachePlans):
         """
         rows, max_bytes = parse_rows(batch_size)
         engine = self.engine(rows=rows, max_bytes=max_bytes, max_prefill_tokens=max_prefill_tokens)
-        token_lists = (self.llm.encode(one, template_options) for one in as_prompts(prompts))
-        waiting, collector = enumerate(token_lists), Collector()
-        finished: dict[int, Completion] = {}
-        next_number = 0
-        while True:
-            while engine.num_waiting < min(engine.num_free_rows, _MAX_WAITING) and (item := next(waiting, None)):
-                number, tokens = item
+
+        def add_requests() -> Iterator[int]:
+            """Adds a request for every prompt, which has its number."""
+            for number, prompt in enumerate(as_prompts(prompts)):
+                options: dict[str, Any] = {"stop": stop, "max_new_tokens": max_new_tokens}
+                tokens, prompt_seed = self.llm.encode(prompt, template_options), seed_of_prompt(seed, number)
                 try:
-                    engine.add(
-                        tokens,
-                        sampling=Sampling(**sampling),
-                        stop=stop,
-                        max_new_tokens=max_new_tokens,
-                        seed=seed_of_prompt(seed, number),
-                    )
+                    yield engine.add(tokens, sampling=Sampling(**sampling), seed=prompt_seed, **options)
                 except ValueError as error:
                     raise ValueError(f"prompt {number}: {error}") from error
-            if not engine.has_unfinished:
-                return
-            for output in engine.step():
-                if (completion := collector.add(output)) is not None:
-                    finished[completion.number] = completion
+
+        finished: dict[int, Completion] = {}
+        next_number = 0
+        for completion in engine.completions(requests=add_requests()):
+            finished[completion.number] = completion
             while next_number in finished:
                 yield finished.pop(next_number)
                 next_number += 1
@@ -312,30 +303,18 @@ class CachedModel(CachePlans):
         )
         return document
 
-    def document(
-        self,
-        prefix: Prefix,
-        context: str | None,
-        messages: tuple[Message, ...] | None,
-        template_options: TemplateOptions,
-        seed: int,
-        plain_text: str | None = None,
+    def _document(
+        self, generator: Generator, tokens: Sequence[int], state: GenerationState, save: Save | None = None, **text: Any
     ) -> Document:
-        """Returns a document of a shared prefix; see `Document` for the arguments."""
-        return Document(
-            tokenizer=self.llm.tokenizer,
-            prefix=prefix,
-            options=self._describe(prefix.generator.policies[-1]),
-            context=context,
-            messages=messages,
-            template_options=template_options,
-            seed=seed,
-            plain_text=plain_text,
-        )
+        """Returns the document of a state.
 
-    def _shared_prefix(self, generator: Generator, tokens: Sequence[int], state: GenerationState) -> Prefix:
-        """Returns the prefix of a document."""
-        return Prefix.of(generator, tokens, state, rows=functools.partial(self.suffix_rows, generator))
+        Args:
+            save: replaces the entries of the state.
+            **text: fields of `Document` that describe the text.
+        """
+        prefix = Prefix.of(generator, tokens, state, rows=functools.partial(self.suffix_rows, generator))
+        options = self._describe(generator.policies[-1])
+        return Document(self.llm.tokenizer, prefix if save is None else prefix.restore(save), options, **text)
 
     def restore(self, save: Save) -> Document:
         """Returns the document of a save, which has these options."""
@@ -352,13 +331,18 @@ class CachedModel(CachePlans):
             is_short=notes["is_short"],
         )
         generator = self._generator_of(plan)
-        prefix = self._shared_prefix(generator, notes["tokens"], generator.init_state()).restore(save)
-        context, messages, template_options = None, notes["messages"], notes["template_options"]
-        if messages is not None:
-            context = render_context(self.llm.tokenizer, messages, template_options)
-            messages = tuple(messages)
-        # Saves of earlier versions have no text.
-        return self.document(prefix, context, messages, template_options, notes["seed"], notes.get("text"))
+        messages, options = notes["messages"], notes["template_options"]
+        return self._document(
+            generator,
+            notes["tokens"],
+            generator.init_state(),
+            save,
+            context=None if messages is None else render_context(self.llm.tokenizer, messages, options),
+            messages=None if messages is None else tuple(messages),
+            template_options=options,
+            seed=notes["seed"],
+            plain_text=notes.get("text"),  # saves of earlier versions have none
+        )
 
     def _describe(self, resolved: Policy) -> dict[str, Any]:
         """Returns the options as JSON.
@@ -454,10 +438,15 @@ def read_steps(
                 yield None
             else:
                 states = result
-    plain_text = text if messages is None and isinstance(text, str) else None
-    conversation = context, messages, template_options, seed, plain_text
+    read: dict[str, Any] = {
+        "context": context,
+        "messages": messages,
+        "template_options": template_options,
+        "seed": seed,
+        "plain_text": text if messages is None and isinstance(text, str) else None,
+    }
     yield [
-        cache.document(cache._shared_prefix(generator, tokens, state), *conversation)
+        cache._document(generator, tokens, state, **read)
         for cache, generator, state in zip(caches, generators, states, strict=True)
     ]
 

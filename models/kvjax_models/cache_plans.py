@@ -95,7 +95,13 @@ class CachePlans:
             streaming: whether prompts are compressed while they are processed; see `Plan`.
         """
         prompts = compile_cache.length_bucket(max(num_tokens, 1))
-        compressed = self._rows_of_lengths(prompts, _similar_answers(prompts, max_new_tokens), streaming)
+        answers = _similar_answers(prompts, max_new_tokens)
+        compressed = self._cached_generator(
+            max_prompt_tokens=prompts[-1],
+            max_new_tokens=answers[-1],
+            budget_tokens=prompts[0] + answers[0],  # a budget refers to the shortest ones
+            streaming=streaming,
+        )
         # The smallest cache of a policy with a budget may be a full one, for a short text; that one does not grow.
         if streaming or compressed.is_short or not compressed.plan.is_resizable:
             return (compressed,)
@@ -125,18 +131,8 @@ class CachePlans:
         return sizes if sizes[0].plan.is_resizable else sizes[-1:]
 
     @functools.cached_property
-    def _rows_of_lengths(self) -> Callable[[range, range, bool], Generator]:
-        """Returns the row of prompts and answers of similar lengths; a budget refers to the shortest ones."""
-
-        def make(prompts: range, answers: range, streaming: bool) -> Generator:
-            return self.generator(
-                max_prompt_tokens=prompts[-1],
-                max_new_tokens=answers[-1],
-                budget_tokens=prompts[0] + answers[0],
-                streaming=streaming,
-            )
-
-        return functools.lru_cache(maxsize=64)(make)
+    def _cached_generator(self) -> Callable[..., Generator]:
+        return functools.lru_cache(maxsize=64)(self.generator)
 
     @functools.cached_property
     def _full_rows(self) -> Callable[[int, int, KVDtypes, int], Generator]:
@@ -208,7 +204,6 @@ class CachePlans:
         """Returns a `Generator`, with which callers fork, save and continue generation states themselves.
 
         Args:
-            batch: number of batch rows.
             **lengths: arguments of `plan`.
 
         Returns:
@@ -217,7 +212,6 @@ class CachePlans:
         return self._generator_of(self.plan(**lengths), batch)
 
     def _generator_of(self, plan: Plan, batch: int = 1) -> Generator:
-        """Returns a generator of a plan."""
         return Generator(
             self.llm.model,
             plan,
@@ -249,7 +243,6 @@ class CachePlans:
         Returns:
             The plan.
         """
-        max_prompt_tokens = max(max_prompt_tokens, 1)
         tokens = budget_tokens or max_prompt_tokens + max_new_tokens
         lengths: dict[str, Any] = {
             "max_prompt_tokens": max_prompt_tokens,

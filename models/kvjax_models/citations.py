@@ -11,6 +11,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -24,11 +25,10 @@ import kvjax
 from kvjax.policy import Policy
 from kvjax_models.formats.tokenizer import Streamer, Tokenizer
 from kvjax_models.model.llama import DecoderLayer
-from kvjax_models.model.recurrent import RecurrentState
 from kvjax_models.model.rotary import Rotary, rotation
 from kvjax_models.prefix import Prefix
 from kvjax_models.profile import MAX_FULL_SHARE, MIN_HEADS, SKIPPED_TOKENS, Profile
-from kvjax_models.runner.decode import step_layer, step_recurrent_layer
+from kvjax_models.runner.decode import Group, step_layer, step_layers
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.state import check_faults, commit_to_device, compact_layers
 
@@ -57,14 +57,13 @@ class Citation(NamedTuple):
 
 
 def find_citations(
-    text: str, spans: Int[np.ndarray, "T 2"], attention: Float[np.ndarray, "H T"], count: int = MAX_CITATIONS
+    text: str, spans: Int[np.ndarray, "T 2"], attention: Float[np.ndarray, "H T"]
 ) -> tuple[Citation, ...]:
-    """Returns the parts of a text with the largest weights, largest first.
+    """Returns up to `MAX_CITATIONS` parts of a text with the largest weights, largest first.
 
     Args:
         spans: start and end of the characters of every token; equal for tokens that are not part of the text.
         attention: attention of every head to every token; see `attention_to_text`.
-        count: maximum number of citations.
     """
     bounds = np.array([*text_parts(text)], np.int64).reshape(-1, 2)
     starts, ends = spans.T
@@ -73,7 +72,7 @@ def find_citations(
     is_inside = (ends > starts) & (part >= 0)
     is_inside[:SKIPPED_TOKENS] = False  # attention sinks
     weights = np.bincount(part[is_inside], attention.mean(axis=0)[is_inside], minlength=len(bounds))
-    best = np.argsort(-weights, kind="stable")[:count]
+    best = np.argsort(-weights, kind="stable")[:MAX_CITATIONS]
     return tuple(
         Citation(int(start), int(end), text[start:end], float(weight / weights.sum()))
         for (start, end), weight in zip(bounds[best], weights[best], strict=True)
@@ -181,43 +180,28 @@ def attention_to_text(
     """
     with_heads = {layer for layer, _ in heads}
     attention: dict[int, Array] = {}
+    numbers = itertools.cycle(range(len(prefix.entries)))
+
+    def step(module, rotaries, caches, counters, x, positions, lengths, prefixes, scorers):
+        """Computes a layer like `step_layer`, and updates the attention of one with heads."""
+        before, number = jnp.copy(x), next(numbers)
+        x, caches, counters = step_layer(module, rotaries, caches, counters, x, positions, lengths, prefixes, scorers)
+        if number in with_heads and is_query.any():
+            arrays = caches[0], counters[0], before, positions[0], is_query, prefixes[0]
+            largest = _block_attention(module, rotaries[0], *arrays)
+            attention[number] = jnp.maximum(attention.get(number, 0), largest)
+        return x, caches, counters
+
     state, split = commit_to_device(prefix.start_rows(suffix), None), suffix.split_model
     for start in range(0, len(tokens), suffix.block_size):
-        block = np.zeros((1, suffix.block_size), np.int32)
         new = tokens[start : start + suffix.block_size]
+        block = np.zeros((1, suffix.block_size), np.int32)
         block[0, : len(new)] = new
         is_query = (start + np.arange(block.size) >= first_query)[None]
         lengths = jax.device_put(np.array([len(new)], np.int32), state.positions.sharding)
         x = split.model.embed(jnp.asarray(block))
-        layers: list[kvjax.Cache] = []
-        recurrent: list[RecurrentState] = []
-        counters = state.counters
-        for layer in split.layers:
-            if layer.rotary is None:
-                x, (one,) = step_recurrent_layer(layer.module, None, (state.recurrent[len(recurrent)],), x, (lengths,))
-                recurrent.append(one)
-                continue
-            number, before = len(layers), jnp.copy(x)
-            cache, entries = state.layers[number], prefix.entries[number]
-            scorer = layer.scorer if cache.policy.requires.predicted_scores else None
-            x, (cache,), (counters,) = step_layer(
-                *(layer.module, (layer.rotary,), (cache,), (state.counters,), x),
-                *((state.positions,), (lengths,), (entries,), (scorer,)),
-            )
-            layers.append(cache)
-            if number in with_heads and is_query.any():
-                arrays = cache, counters, before, state.positions, is_query, entries
-                largest = _block_attention(layer.module, layer.rotary, *arrays)
-                attention[number] = jnp.maximum(attention.get(number, 0), largest)
-        state = compact_layers(
-            dataclasses.replace(
-                state,
-                layers=tuple(layers),
-                recurrent=tuple(recurrent),
-                counters=counters,
-                positions=state.positions + lengths,
-            )
-        )
+        _, [state] = step_layers([Group(split, state, prefix.entries)], x, (lengths,), step)
+        state = compact_layers(dataclasses.replace(state, positions=state.positions + lengths))
     check_faults(state, None)
     return np.stack([np.asarray(attention[layer][head, : prefix.num_tokens]) for layer, head in heads])
 

@@ -11,7 +11,6 @@ from absl import logging
 from kvjax_models.user_cache import user_cache_directory
 
 DISABLE_VARIABLE = "KVJAX_COMPILATION_CACHE"  # environment variable; "off" disables the cache on disk
-_PERSISTENT_CACHE_OPTIONS = {"jax_persistent_cache_min_compile_time_secs": 0.0}  # reading takes less than compiling
 _MAX_BYTES = 2**29  # of stored programs
 
 # XLA:CPU takes hundreds of memory maps per program and aborts the process at Linux's limit.
@@ -34,9 +33,8 @@ def enable_persistent_cache() -> None:
     except OSError as error:
         logging.info("compiled programs are not stored: %s", error)
         return
-    for name, value in _PERSISTENT_CACHE_OPTIONS.items():
-        if name.upper() not in os.environ:
-            jax.config.update(name, value)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # reading takes less than compiling
     jax.config.update("jax_compilation_cache_dir", str(directory))
 
 

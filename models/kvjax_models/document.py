@@ -19,7 +19,6 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from kvjax.messages import shorten
-from kvjax.spec import check_integer
 from kvjax_models import profile as profiles
 from kvjax_models.citations import (
     SEPARATOR,
@@ -31,7 +30,7 @@ from kvjax_models.citations import (
     token_spans,
 )
 from kvjax_models.engine import Completion, Engine, Usage
-from kvjax_models.engine.answers import AnswerOptions, Answers, answer, check_n, stream
+from kvjax_models.engine.answers import AnswerOptions, Answers, answer, stream
 from kvjax_models.fingerprint import describe_model, tokenizer_fingerprint
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.kept import kept_shares
@@ -50,7 +49,6 @@ from kvjax_models.prompts import (
 )
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.sampling import Sampling, SamplingOptions
-from kvjax_models.saves import Save
 
 
 class DocumentOptions(AnswerOptions, total=False):
@@ -135,7 +133,7 @@ class Document:
         Args:
             question: a text, which follows the document in the same message of the user, or messages, of which the
                 first one does; or a list of such questions, which are answered as one batch.
-            max_new_tokens: maximum number of new tokens; by default the capacity of the suffix.
+            max_new_tokens: maximum number of new tokens; by default up to the document's capacity.
             stop: strings that finish an answer and are not part of it.
             seed: seed of sampling; answer i of a list has seed + i.
             n: number of answers per question.
@@ -250,9 +248,8 @@ class Document:
             Parts of the answer, in order.
         """
         prompt = self._encode_text(cast(str, question)) if self.context is None else self.encode(question)
-        limit = self._limit([prompt], max_new_tokens)
         engine = self.engine(rows=1, stream_interval=stream_interval)
-        options: dict[str, Any] = {"stop": stop, "max_new_tokens": limit, "seed": seed}
+        options: dict[str, Any] = {"stop": stop, "max_new_tokens": max_new_tokens, "seed": seed}
         yield from stream(engine, prompt, self.prefix, sampling=Sampling(**sampling), **options)
 
     def encode(
@@ -306,30 +303,14 @@ class Document:
         """Returns the tokens of a text that follows the document without a chat template."""
         return self.tokenizer.encode_continuation(self.tokenizer.escape(text), self.tokens) if text else []
 
-    def _limit(self, prompts: Sequence[Sequence[int]], max_new_tokens: int | None) -> int:
-        """Returns the maximum number of new tokens; by default the capacity after the longest prompt."""
-        longest = max(map(len, prompts))
-        if max_new_tokens is None and self.max_new_tokens <= longest:
-            raise ValueError(
-                f"a question of {longest} tokens leaves no capacity for an answer: the document was read with "
-                f"max_new_tokens={self.max_new_tokens} for each question and its answer"
-            )
-        limit = self.max_new_tokens - longest if max_new_tokens is None else max_new_tokens
-        return check_integer("max_new_tokens", limit, minimum=1)
-
-    def _answer(
-        self, prompts: Sequence[Sequence[int]], *, n: int, max_new_tokens: int | None, cite: bool, **options: Any
-    ) -> Answers:
-        """Returns `n` answers per prompt."""
+    def _answer(self, prompts: Sequence[Sequence[int]], *, n: int, cite: bool, **options: Any) -> Answers:
         if not prompts:
             raise ValueError("the list of questions is empty; pass at least one")
         if cite:
             if not options["return_details"]:
                 raise ValueError("citations are part of the details; pass return_details=True")
             self.check_citable()
-        limit = self._limit(prompts, max_new_tokens)
-        engine = self.engine(rows=len(prompts) * check_n(n))
-        answers = answer(engine, prompts, self.prefix, n=n, max_new_tokens=limit, **options)
+        answers = answer(self.engine, prompts, self.prefix, n=n, **options)
         if not cite:
             return answers
 
@@ -539,13 +520,3 @@ def _contents(messages: Sequence[Message]) -> list[str]:
 def manifest(model: Llama, tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns the values that must be equal when a document is opened, as JSON."""
     return {"format": FORMAT, "model": describe_model(model), "tokenizer": tokenizer_fingerprint(tokenizer)}
-
-
-def check_empty(directory: str | os.PathLike) -> None:
-    """Checks that a document can be saved to a directory, before the work of reading it.
-
-    Raises:
-        ValueError: if it has a save.
-        OSError: if it cannot be written.
-    """
-    Save(directory).lock()

@@ -17,12 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 import kvjax
 from kvjax.segment import BlockStoreRead, Segment
-from kvjax_models.runner.generator import Generator
-from kvjax_models.runner.prefill import compression_arguments
+from kvjax_models.runner.generator import Generator, prefill_for
+from kvjax_models.runner.prefill import prefill_cache
 from kvjax_models.runner.state import init_layers, row_seeds
 
 _MAX_NEGATIVE = 1e-3  # share that rounding may make negative
@@ -50,13 +50,12 @@ def kept_shares(generator: Generator, tokens: Sequence[int], seed: int = 0) -> F
         raise ValueError("the kept tokens are found on a single device; load the model without a mesh")
     if generator.streaming:
         raise ValueError("a streaming prefill never has all tokens of a layer; read the text without streaming")
-    layers, _, lengths = generator.prefilled_layers([tokens])
+    layers, _, lengths = prefill_for([generator], [tokens], shared_lengths=False)
     specs = tuple(replace(spec, dtype=jnp.float32, kv_dtype=None) for spec in generator.specs)
     caches = init_layers(generator.policies, specs, None, row_seeds(generator.batch, seed))
     kept, carry = [], None
     for policy, (cache, counters), layer in zip(generator.policies, caches, layers, strict=True):
-        arguments, options = compression_arguments(cache, counters, layer, lengths, carry)
-        shares, carry = _layer_shares(*arguments, **options)
+        shares, carry = _layer_shares(cache, counters, lengths, carry, layer.inputs_for(cache.policy))
         kept.append(np.asarray(shares)[:, : len(tokens)])
         if kept[-1].min() < -_MAX_NEGATIVE:
             raise ValueError(
@@ -70,25 +69,24 @@ def kept_shares(generator: Generator, tokens: Sequence[int], seed: int = 0) -> F
 def _layer_shares(
     cache: kvjax.Cache,
     counters: kvjax.Counters,
-    keys: Float[Array, "1 N H_kv D"],
-    values: Float[Array, "1 N H_kv D"],
-    *prompt: Any,
-    **options: Any,
+    lengths: Int[Array, "1"],
+    layer_carry: Shaped[Array, "1 H_kv *N"] | None,
+    inputs: dict[str, Any],
 ) -> tuple[Float[Array, "H_kv N"], Shaped[Array, "1 H_kv *N"] | None]:
     """Compresses a layer and returns the shares of all tokens.
 
     Args:
-        *prompt: arguments of `kvjax.prefill` after the values.
-        **options: options of `kvjax.prefill`.
+        layer_carry: the second result for the previous layer.
+        inputs: further arguments of `kvjax.prefill`.
 
     Returns:
         The shares, and the carry for the next layer.
     """
-    _, tokens, kv_heads, dim = values.shape
+    _, tokens, kv_heads, dim = inputs["values"].shape
 
     def compress(values: Array) -> tuple[list[Array], Any]:
         """Returns the values of all segments, and what else is needed of them."""
-        filled, _, carry = kvjax.prefill(cache, counters, keys, values, *prompt, **options)
+        filled, _, carry = prefill_cache(cache, counters, lengths, layer_carry, inputs | {"values": values})
         retrieves, entries, numbers = jnp.zeros(kv_heads, bool), [], []
         for one in filled.policy.segments(filled.state, jnp.zeros((1, 1), jnp.int32)):
             heads = jnp.arange(kv_heads) if one.kv_heads is None else jnp.asarray(one.kv_heads)
@@ -99,7 +97,9 @@ def _layer_shares(
                 numbers.append((heads, _is_occupied(one)))
         return entries, (retrieves, numbers, carry)
 
-    _, derivative, (retrieves, numbers, carry) = jax.linearize(compress, values.astype(jnp.float32), has_aux=True)
+    _, derivative, (retrieves, numbers, carry) = jax.linearize(
+        compress, inputs["values"].astype(jnp.float32), has_aux=True
+    )
 
     def block_shares(first: Array) -> Float[Array, "H_kv P"]:
         """Returns the shares of P = D - 1 tokens from position `first` on."""
@@ -107,7 +107,7 @@ def _layer_shares(
         change = jnp.concatenate([jnp.ones((tokens, 1)), is_position], axis=1)[None, :, None]
         shares = jnp.zeros((kv_heads, dim - 1))
         for change_of_entries, (heads, is_occupied) in zip(
-            derivative(jnp.broadcast_to(change, values.shape)), numbers, strict=True
+            derivative(jnp.broadcast_to(change, inputs["values"].shape)), numbers, strict=True
         ):
             total = change_of_entries[..., :1]
             is_token = is_occupied[..., None] & (total != 0)

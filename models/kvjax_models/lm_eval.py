@@ -18,7 +18,7 @@ context is processed once, and every question and option continues a copy.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 import kvjax
 from kvjax_models.compile_cache import length_bucket
-from kvjax_models.engine import Collector, seed_of_prompt
+from kvjax_models.engine import seed_of_prompt
 from kvjax_models.formats import chat_template
 from kvjax_models.language_model import load
 from kvjax_models.runner.sampling import Sampling
@@ -155,27 +155,6 @@ class KvjaxLM(TemplateLM):
         """
         return self.tokenizer.render_chat(chat_history, add_generation_prompt, self.template_options)
 
-    def round_sizes(self, max_prompt_tokens: int, max_new_tokens: int) -> tuple[int, int]:
-        """Returns the capacities of caches for prompts and later tokens, which similar lengths share."""
-        sizes = round_up_length(max_prompt_tokens), round_up_length(max_new_tokens)
-        if sum(sizes) > self.max_length:
-            sizes = max_prompt_tokens, max_new_tokens
-        return sizes
-
-    def _batches(
-        self, requests: Sequence[Any], length_of: Callable[[Any], int]
-    ) -> Iterator[tuple[list[int], list[Any]]]:
-        """Groups requests into batches of similar length, the longest first.
-
-        Yields:
-            The indices of the requests, and the requests, with the last one repeated to fill the batch.
-        """
-        order = sorted(range(len(requests)), key=lambda index: -length_of(requests[index]))
-        for start in tqdm(range(0, len(order), self.batch_size), desc="kvjax", disable=None):
-            indices = order[start : start + self.batch_size]
-            batch = [requests[index] for index in indices]
-            yield indices, batch + batch[-1:] * (self.batch_size - len(batch))
-
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Returns the log-likelihood of continuations, and whether greedy decoding would generate them.
 
@@ -216,9 +195,10 @@ class KvjaxLM(TemplateLM):
                 target = target[1:]  # the harness before version 0.4.10 encodes it twice
             prompt, question = self._split_context(context, len(target), None if key is None else key[0])
             by_prompt.setdefault(tuple(prompt), []).append((index, question, target))
-        groups = list(by_prompt.items())
-        for _, batch in self._batches(groups, lambda group: len(group[0])):
-            for index, result in self._score_batch(batch):
+        groups = sorted(by_prompt.items(), key=lambda group: -len(group[0]))  # prompts of similar lengths share a batch
+        for start in tqdm(range(0, len(groups), self.batch_size), desc="kvjax", disable=None):
+            batch = groups[start : start + self.batch_size]
+            for index, result in self._score_batch(batch + batch[-1:] * (self.batch_size - len(batch))):
                 results[index] = result
         for (key, _, _), result in zip(requests, results, strict=True):
             if key is not None:
@@ -235,14 +215,16 @@ class KvjaxLM(TemplateLM):
         """
         prompts, continuations = [list(prompt) for prompt, _ in batch], [rows for _, rows in batch]
         longest = max(len(question) + len(target) for rows in continuations for _, question, target in rows)
-        sizes = self.round_sizes(max(map(len, prompts)), longest)
-        generator = self.cache.generator(batch=len(batch), max_prompt_tokens=sizes[0], max_new_tokens=sizes[1])
+        sizes = {"max_prompt_tokens": max(map(len, prompts)), "max_new_tokens": longest}
+        rounded = {name: length_bucket(size)[-1] for name, size in sizes.items()}  # which similar lengths share
+        sizes = rounded if sum(rounded.values()) <= self.max_length else sizes
+        generator = self.cache.generator(batch=len(batch), **sizes)
         prefix, rounds = generator.prefill(generator.init_state(self.seed), prompts), max(map(len, continuations))
         for number in range(rounds):
             row_requests = [rows[min(number, len(rows) - 1)] for rows in continuations]
             state = prefix if number == rounds - 1 else kvjax.take_rows(prefix, jnp.arange(len(batch)))
             texts = [question + target for _, question, target in row_requests]
-            state, log_probs, is_greedy = generator.score_greedy(state, texts)
+            state, log_probs, is_greedy = generator.score(state, texts)
             kvjax.raise_faults(state)
             for (index, question, _), row, greedy in zip(row_requests, log_probs, is_greedy, strict=True):
                 start = len(question)
@@ -313,12 +295,12 @@ class KvjaxLM(TemplateLM):
         Yields:
             The index of a request, and its answer.
         """
-        engine, waiting, numbers = self.cache.engine(rows=self.batch_size), enumerate(requests), dict[int, int]()
-        collector = Collector(numbers)
-        while True:
+        engine = self.cache.engine(rows=self.batch_size)
+
+        def add_requests() -> Iterator[int]:
             # Documents are read when a row is free, so that few of them are in memory.
-            while engine.num_waiting < engine.num_free_rows and (item := next(waiting, None)) is not None:
-                index, (text, parameters) = item[0], item[1].args
+            for index, request in enumerate(requests):
+                text, parameters = request.args
                 stop, max_new_tokens, sampling = parse_generation_kwargs(parameters, self.max_gen_toks)
                 prompt, question = self._split_context(self.tok_encode(text), max_new_tokens, text)
                 document = None
@@ -327,12 +309,10 @@ class KvjaxLM(TemplateLM):
                     document = self.cache.read(prompt, max_new_tokens=capacity, seed=self.seed)
                 seed = seed_of_prompt(self.seed, index)
                 options: dict[str, Any] = {"sampling": sampling, "stop": stop, "max_new_tokens": max_new_tokens}
-                numbers[engine.add(question or prompt, document, seed=seed, **options)] = index
-            if not engine.has_unfinished:
-                return
-            for output in engine.step():
-                if (completion := collector.add(output)) is not None:
-                    yield completion.number, completion.text
+                yield engine.add(question or prompt, document, seed=seed, **options)
+
+        for completion in engine.completions(requests=add_requests()):
+            yield completion.number, completion.text
 
 
 def parse_generation_kwargs(parameters: dict[str, Any], max_gen_toks: int) -> tuple[list[str], int, Sampling]:
@@ -361,11 +341,6 @@ def parse_generation_kwargs(parameters: dict[str, Any], max_gen_toks: int) -> tu
         return stop, max_new_tokens, Sampling()
     sampling = Sampling(temperature or 1.0, top_k=parameters.get("top_k") or None, top_p=parameters.get("top_p"))
     return stop, max_new_tokens, sampling
-
-
-def round_up_length(tokens: int) -> int:
-    """Returns the next length that caches are created for."""
-    return length_bucket(tokens)[-1]
 
 
 if __name__ == "__main__":

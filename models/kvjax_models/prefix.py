@@ -88,6 +88,16 @@ class Prefix:
         return self.rows is not None
 
     @property
+    def shared(self) -> "Prefix | None":
+        """The prefix that the rows which continue this one share: itself, or the one before it."""
+        return self if self.is_shared else self.after
+
+    @property
+    def copied_tokens(self) -> tuple[int, ...]:
+        """The tokens that a row which continues it holds."""
+        return () if self.is_shared else self.tokens
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens, including the ones of `after`."""
         return len(self.tokens) + (0 if self.after is None else self.after.num_tokens)
@@ -147,7 +157,6 @@ class Prefix:
 
         Args:
             generator: sizes and policies of the suffixes, with a row for each.
-            suffixes: token ids.
 
         Returns:
             The natural log-probability of each token, float32, for every suffix.

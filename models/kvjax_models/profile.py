@@ -176,12 +176,7 @@ class Ridge:
         self._product: Any = 0.0
 
     def add(self, features: Float[np.ndarray, "N W"], targets: Float[np.ndarray, "N H"]) -> None:
-        """Adds samples.
-
-        Args:
-            features: inputs.
-            targets: outputs.
-        """
+        """Adds samples."""
         self._gram = self._gram + features.T @ features
         self._product = self._product + features.T @ targets
 
@@ -201,7 +196,6 @@ def measure(
     *,
     max_texts: int = TEXTS,
     progress: Progress | None = None,
-    scorer: bool = True,
     ridge: float = RIDGE,
 ) -> Profile:
     """Measures the profile of a model.
@@ -210,11 +204,9 @@ def measure(
     grows with the residual streams of the texts.
 
     Args:
-        model: the decoder.
         texts: texts, which are cut into parts of 1,024 tokens; `calibration_texts()` by default.
         max_texts: maximum number of parts; with several texts, their parts take turns.
         progress: a function that is called after each layer of each part.
-        scorer: whether to fit the scorer.
         ridge: weight of the squared coefficients of the scorer, above 0.
 
     Returns:
@@ -235,7 +227,7 @@ def measure(
     chunks = [chunk for chunk in chunks if len(chunk) >= MIN_TOKENS]
     if not chunks:
         raise ValueError(f"the texts have fewer than {MIN_TOKENS} tokens; pass longer ones")
-    return _measure_chunks(model, chunks, progress, ridge if scorer else None)
+    return _measure_chunks(model, chunks, progress, ridge)
 
 
 def calibration_texts() -> list[str]:
@@ -251,7 +243,6 @@ def make_chunks(tokenizer: Tokenizer, sources: Sequence[str], tokens: int, count
     is shorter than a chunk.
 
     Args:
-        sources: the texts.
         tokens: maximum number of tokens of a chunk.
         count: maximum number of chunks.
 
@@ -270,16 +261,14 @@ def make_chunks(tokenizer: Tokenizer, sources: Sequence[str], tokens: int, count
     return [prefix + chunk for chunk in interleaved[:count]]
 
 
-def _measure_chunks(
-    model: Llama, chunks: Sequence[Sequence[int]], progress: Progress | None, ridge: float | None
-) -> Profile:
-    """Returns the profile that token ids of texts give; without a scorer if `ridge` is None."""
+def _measure_chunks(model: Llama, chunks: Sequence[Sequence[int]], progress: Progress | None, ridge: float) -> Profile:
     config = model.config
     layers, kv_heads, dim = len(config.attention_layers), config.kv_heads, config.head_dim
+    scorer = np.zeros((layers, config.width + 2, kv_heads), np.float32)
     profile = Profile(
         head_needs=np.zeros((len(FRACTIONS), layers, kv_heads), np.float32),
         kept_mass=np.zeros(len(FRACTIONS), np.float32),
-        scorer=np.zeros((layers, config.width + 2, kv_heads), np.float32) if ridge is not None else None,
+        scorer=scorer,
         query_moments=np.zeros((layers, kv_heads, dim, dim), np.float32),
         query_means=np.zeros((layers, config.query_heads, dim), np.float32),
         query_norms=np.zeros((layers, config.query_heads), np.float32),
@@ -296,12 +285,11 @@ def _measure_chunks(
                 profile.query_moments[number] += sample.query_moments / len(chunks)
                 profile.query_means[number] += sample.query_means / len(chunks)
                 profile.query_norms[number] += sample.query_norms / len(chunks)
-                if ridge is not None:
-                    regression.add(sample.features(), sample.targets())
+                regression.add(sample.features(), sample.targets())
             if progress is not None:
                 progress(number * len(chunks) + text + 1, layers * len(chunks))
-        if profile.scorer is not None and ridge is not None and number in full:
-            profile.scorer[number] = regression.solve(ridge)
+        if number in full:
+            scorer[number] = regression.solve(ridge)
     for text_scores in scores:
         needs, mass = head_needs(np.stack(text_scores))
         profile.head_needs[:, full] += needs / len(chunks)
@@ -337,7 +325,6 @@ def read_layers(model: Llama, tokens: Sequence[int]) -> Iterator[LayerSample | N
     """Yields the measurements of each layer with attention of a text.
 
     Args:
-        model: the decoder.
         tokens: token ids of the text.
 
     Yields:
@@ -385,9 +372,6 @@ def profile_key(model: Llama) -> str:
     It depends on the sizes of the model and on its last norm, which quantized files store unquantized. All files of a
     model thus share a profile.
 
-    Args:
-        model: the decoder.
-
     Returns:
         A hexadecimal digest.
     """
@@ -400,9 +384,6 @@ def profile_key(model: Llama) -> str:
 def find(model: Llama) -> Profile | None:
     """Returns the saved profile of a model, else the one in the package.
 
-    Args:
-        model: the decoder.
-
     Returns:
         The profile; None if the model has none.
 
@@ -412,7 +393,7 @@ def find(model: Llama) -> Profile | None:
     saved = _path(model)
     key = saved.stem
     path = saved if saved.is_file() else _shipped().get(key)
-    return None if path is None else _read_once(path, path.stat().st_mtime_ns, key, model.config)
+    return None if path is None else _read(path, path.stat().st_mtime_ns, key, model.config)
 
 
 def find_or_measure(model: Llama, tokenizer: Tokenizer | None, *, scorer: bool = False) -> Profile | None:
@@ -421,7 +402,6 @@ def find_or_measure(model: Llama, tokenizer: Tokenizer | None, *, scorer: bool =
     The measurement of a few texts shows a progress bar. `kvjax calibrate` measures more texts.
 
     Args:
-        model: the decoder.
         tokenizer: its tokenizer; None if it is not known.
         scorer: whether to measure the scorer of a saved profile that has none.
 
@@ -458,9 +438,6 @@ def progress_of(bar: tqdm) -> Progress:
 def save(model: Llama, profile: Profile) -> pathlib.Path:
     """Saves a profile in the user's cache directory, where `find` reads it.
 
-    Args:
-        model: the decoder.
-
     Returns:
         The path of the file.
     """
@@ -477,7 +454,6 @@ def write_file(path: pathlib.Path, model: Llama, profile: Profile) -> None:
 
     Args:
         path: the file, which is replaced if it exists.
-        model: the decoder.
     """
     moments = profile.query_moments
     variances = np.diagonal(moments, axis1=-2, axis2=-1)
@@ -500,30 +476,9 @@ def write_file(path: pathlib.Path, model: Llama, profile: Profile) -> None:
         np.savez_compressed(file, header=np.asarray(json.dumps(header)), **arrays)
 
 
-def read_file(path: pathlib.Path, model: Llama) -> Profile:
-    """Reads the profile of a model.
-
-    Args:
-        path: a file that `write_file` wrote.
-        model: the decoder.
-
-    Returns:
-        The profile.
-
-    Raises:
-        ValueError: if the file is damaged, or is not a profile of the model.
-    """
-    return _read(path, profile_key(model), model.config)
-
-
 @functools.lru_cache(maxsize=8)
-def _read_once(path: pathlib.Path, modified: int, key: str, config: LlamaConfig) -> Profile:
-    """Reads a file that was `modified` at a time in nanoseconds; every call of `LanguageModel` asks for it."""
-    return _read(path, key, config)
-
-
-def _read(path: pathlib.Path, key: str, config: LlamaConfig) -> Profile:
-    """Reads the profile of a model with a `profile_key` and a config."""
+def _read(path: pathlib.Path, modified: int, key: str, config: LlamaConfig) -> Profile:
+    """Reads the file of a `profile_key`, which was `modified` at a time in nanoseconds; every call asks for it."""
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}

@@ -130,7 +130,6 @@ def render_question(
     """Renders what follows `render_context`: the question, and the start of the assistant's answer.
 
     Args:
-        messages: the conversation.
         context: what `render_context` returned for it.
         question: a text, or messages that start with the user's.
         separator: text between the last message and the question, if the question continues that message.

@@ -15,7 +15,6 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Mapping
 from typing import Any
 
 import filelock
@@ -139,7 +138,6 @@ class Save:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _write_digests(self) -> None:
-        """Writes the digests of the save's files into it."""
         digests = {"step": _STEP, "sha256": _digests(self._path)}
         atomic_io.write_text(self._path / DIGESTS, json.dumps(digests) + "\n")
 
@@ -179,9 +177,9 @@ def describe_difference(expected: Any, actual: Any) -> str | None:
         actual: manifest of a save.
 
     Returns:
-        The first value that differs, in the order of `expected`; None for equal manifests. Digests are not shown.
+        The first value that differs, in the order of names; None for equal manifests. Digests are not shown.
     """
-    values, saved = dict(_flatten(to_json(expected))), dict(_flatten(actual))
+    values, saved = _by_name(to_json(expected)), _by_name(actual)
     for name in {**values, **saved}:
         if values.get(name) != saved.get(name):
             if isinstance(values.get(name), str) and _DIGEST.fullmatch(values[name]):
@@ -190,15 +188,10 @@ def describe_difference(expected: Any, actual: Any) -> str | None:
     return None
 
 
-def _flatten(values: Any, name: str = "") -> list[tuple[str, Any]]:
+def _by_name(values: Any) -> dict[str, Any]:
     """Returns the values of nested dictionaries and lists by name."""
-    if isinstance(values, Mapping):
-        children = [(f"{name}.{key}".lstrip("."), value) for key, value in values.items()]
-    elif isinstance(values, list):
-        children = [(f"{name}[{index}]", value) for index, value in enumerate(values)]
-    else:
-        return [(name, values)]
-    return [item for child, value in children for item in _flatten(value, child)]
+    leaves = jax.tree_util.tree_leaves_with_path(values, is_leaf=lambda one: one is None)
+    return {_name(path): value for path, value in leaves}
 
 
 def _digests(directory: pathlib.Path) -> dict[str, str]:

@@ -55,14 +55,7 @@ def shard_model(model: Llama, mesh: Mesh) -> Llama:
 
 
 def shard_array(x: Any, sharding: jax.sharding.Sharding) -> Array:
-    """Returns a sharded copy of an array that every process holds completely; no data moves between processes.
-
-    Args:
-        x: the array.
-
-    Returns:
-        The copy.
-    """
+    """Returns a sharded copy of an array that every process holds completely; no data moves between processes."""
     return jax.make_array_from_callback(np.shape(x), sharding, lambda index: np.asarray(x)[index])
 
 
@@ -70,11 +63,7 @@ def replicate(x: np.ndarray | np.generic, mesh: Mesh | None) -> Array:
     """Returns a replicated copy of an array that every process holds completely.
 
     Args:
-        x: the array.
         mesh: mesh of the copy; None for the default device.
-
-    Returns:
-        The copy.
     """
     return jnp.asarray(x) if mesh is None else shard_array(x, NamedSharding(mesh, PartitionSpec()))
 
@@ -86,42 +75,32 @@ def mesh_of(model: Llama) -> Mesh | None:
 
 
 def constrain_to_batch(x: Array, mesh: Mesh | None) -> Array:
-    """Constrains an array to be sharded along batch rows only.
+    """Returns an array that is sharded along batch rows only.
 
     Without the constraint, compilers shard the residual stream like the next projection's weights and gather it again.
 
     Args:
         x: the array, with batch rows along its first axis.
         mesh: the mesh; None for a single device.
-
-    Returns:
-        The array.
     """
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, ROWS))
 
 
 def constrain_states(states: Any, mesh: Mesh | None) -> Any:
-    """Constrains states to the shardings of their annotations (`kvjax.distributed.sharding`).
+    """Returns states in the shardings of their annotations (`kvjax.distributed.sharding`).
 
     Args:
         states: states, such as `recurrent.RecurrentState`.
         mesh: the mesh; None for a single device.
-
-    Returns:
-        The states.
     """
     return states if mesh is None else jax.lax.with_sharding_constraint(states, shardings(states, mesh))
 
 
 def constrain_replicated(x: Array, mesh: Mesh | None) -> Array:
-    """Constrains an array to be replicated, so that every process can read it.
+    """Returns a replicated array, which every process can read.
 
     Args:
-        x: the array.
         mesh: the mesh; None for a single device.
-
-    Returns:
-        The array.
     """
     return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec()))
 

@@ -118,7 +118,6 @@ class Form:
         return "\n".join(rules)
 
     def _schema(self, tool: Tool) -> dict[str, Any]:
-        """Returns the schema of a call."""
         parameters: dict[str, Any] = {"type": "object", **tool.parameters}
         if "properties" in parameters:  # a function takes the arguments that it names
             parameters.setdefault("additionalProperties", False)

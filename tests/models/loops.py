@@ -4,7 +4,7 @@ import numpy as np
 
 import kvjax
 from kvjax_models import compile_cache
-from kvjax_models.runner.decode import NO_TOKEN, decode_block
+from kvjax_models.runner.decode import NO_TOKEN, Group, decode_groups
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.sampling import GREEDY
 from kvjax_models.runner.state import check_faults, check_finite, commit_to_device, compact_layers
@@ -15,9 +15,9 @@ def decode(generator, state, max_tokens):
     generator.check_capacity(np.asarray(state.positions), np.where(np.asarray(state.done), 0, max_tokens))
     state, total = commit_to_device(state, generator.mesh), 0
     while total < max_tokens and not np.asarray(state.done).all():
-        size = generator.block_size
-        steps = min(size, max_tokens - total)
-        state, sampled = decode_block(generator.split_model, generator.mesh, generator.eos, size, state, steps, None)
+        steps = min(generator.block_size, max_tokens - total)
+        group = Group(generator.split_model, state)
+        [state], [sampled] = decode_groups([group], generator.eos, generator.block_size, steps)
         check_finite(state)
         state, total = compact_layers(state), total + steps
         check_faults(state, generator.mesh)

@@ -240,7 +240,6 @@ def test_stop_strings_may_contain_special_tokens(stop, length):
         answer.push([token])
         parts.append(answer.take(is_finished=False))
         assert "".join(parts) == text[: len("".join(parts))]
-    answer.finish()
     assert "".join([*parts, answer.take(is_finished=True)]) == answer.text == text[:length]
     assert answer.is_stopped == (length is not None)
     # All tokens at once

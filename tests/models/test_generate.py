@@ -130,7 +130,7 @@ def log_probs_of(text):
 
 def test_scores_with_exact_are_log_probabilities_of_full_attention():
     generator = named_generator("exact")
-    state, log_probs, is_greedy = generator.score_greedy(start(generator), TURN)
+    state, log_probs, is_greedy = generator.score(start(generator), TURN)
     for prompt, turn, row, greedy in zip(PROMPTS, TURN, log_probs, is_greedy, strict=True):
         np.testing.assert_allclose(row, log_probs_of(prompt + turn)[-len(turn) :], atol=1e-4)
         best = np.asarray(full_attention_logits(prompt + turn)[len(prompt) - 1 : -1].argmax(-1))
@@ -293,7 +293,7 @@ def test_layer_by_layer_equals_one_program(name, monkeypatch):
         generator = named_generator(name)
         first, state = decode_all(generator, start(generator), 20)
         state = generator.prefill(state, TURN)
-        state, log_probs = generator.score(state, TURN)
+        state, log_probs, _ = generator.score(state, TURN)
         second, state = decode_all(generator, state, 18)
         return first + second, log_probs, state
 

@@ -88,8 +88,8 @@ def test_generates_what_full_attention_generates(kind):
 def test_one_program_per_layer_computes_the_same(llm, monkeypatch):
     monkeypatch.setattr(decode, "MIN_LAYERS", 5)
     with compile_counts([decode.step_recurrent_layer, decode.step_layer], [1, 1]):  # layers of one kind share one
-        rows, state = generate(make_generator(llm, max_new_tokens=41))
-    assert decode.runs_by_layer(state, None) and rows == continue_without_cache("gated delta")
+        rows, _ = generate(make_generator(llm, max_new_tokens=41))
+    assert decode.runs_by_layer(llm.model, None) and rows == continue_without_cache("gated delta")
 
 
 def test_finished_rows_keep_their_state(llm):

@@ -121,7 +121,7 @@ def test_options_of_a_question_equal_continuations_of_its_prefix(tasks, split, f
             question = llm.tokenizer.encode(prompt[end:], add_bos=False)
             continuation = llm.tokenizer.encode(f" {choice}", add_bos=False)  # the harness adds a space
             state = generator.prefill(generator.init_state(), [context])
-            _, [log_probs] = generator.score(state, [question + continuation])
+            _, [log_probs], _ = generator.score(state, [question + continuation])
             assert float(log_prob) == pytest.approx(float(log_probs[len(question) :].sum()), abs=1e-3)
 
 

@@ -86,11 +86,6 @@ def test_a_profile_describes_heads_without_a_window(llm, measured):
     assert np.all(np.diff(measured.kept_mass) > 0)
 
 
-def test_the_scorer_is_optional(llm, measured):
-    found = profile.measure(llm.model, llm.tokenizer, TEXTS, scorer=False)
-    assert found.scorer is None and np.array_equal(found.head_needs, measured.head_needs)
-
-
 def test_statistics_of_queries(llm, measured):
     """Rotated queries of all tokens come from the prefill; means of unrotated ones from undoing the rotation."""
     model, expected, norms = llm.model, [], []

@@ -237,23 +237,6 @@ def test_invalid_parameters_are_refused(name):
             Sampling(**{name: value})
 
 
-KEYS = jax.random.split(jax.random.key(0), 3)
-
-
-@pytest.mark.parametrize(
-    "logits, keys, message",
-    [
-        (jnp.zeros(5), KEYS, "logits must be floats"),
-        (jnp.zeros((3, 5), jnp.int32), KEYS, "logits must be floats"),
-        (jnp.zeros((2, 5)), KEYS, "keys must be 2 typed keys"),
-        (jnp.zeros((3, 5)), jnp.zeros((3, 2), jnp.uint32), "keys must be 3 typed keys"),
-    ],
-)
-def test_invalid_arrays_are_refused(logits, keys, message):
-    with pytest.raises(ValueError, match=message):
-        sample(logits, keys, make_rows(*[Sampling(1.0)] * 3))
-
-
 def test_the_reference_equals_transformers():
     torch = pytest.importorskip("torch")
     process = pytest.importorskip("transformers.generation.logits_process")

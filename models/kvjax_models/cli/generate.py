@@ -20,9 +20,10 @@ from kvjax.budget import format_bytes
 from kvjax_models.cli import many, progress
 from kvjax_models.cli.options import GenerationOptions, describe_prefix, describe_sizes, read_text, repeatable
 from kvjax_models.cli.output import write_output
-from kvjax_models.document import Document, check_empty
+from kvjax_models.document import Document
 from kvjax_models.language_model import LanguageModel
 from kvjax_models.prompts import warn_of_file_name
+from kvjax_models.saves import Save
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +108,7 @@ def _check_options(options: Generate) -> None:
 
 def _save_document(options: Generate, llm: LanguageModel, text: str, directory: str) -> None:
     """Compresses a text and saves it."""
-    check_empty(directory)
+    Save(directory).lock()  # an error before the work of reading, not after it
     document = options.cache(llm).read(
         text,
         max_new_tokens=options.max_new_tokens,

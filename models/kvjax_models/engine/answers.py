@@ -1,6 +1,6 @@
 """Answers several prompts with an engine, and shapes the result as `generate` and `ask` return it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvjax.spec import check_integer
@@ -30,13 +30,13 @@ class AnswerOptions(SamplingOptions, total=False):
 
 
 def answer(
-    engine: Engine,
+    make_engine: Callable[..., Engine],
     prompts: Sequence[Sequence[int]],
     prefix: Prefix | HasPrefix | None = None,
     *,
     is_single: bool,
     n: int,
-    max_new_tokens: int,
+    max_new_tokens: int | None,
     stop: str | Sequence[str],
     seed: int,
     return_details: bool,
@@ -45,12 +45,12 @@ def answer(
     """Answers prompts.
 
     Args:
-        engine: an engine without requests.
+        make_engine: returns an engine with a number of `rows`.
         prompts: token ids of every prompt; with a prefix, those after it.
         prefix: the prefix that all prompts continue.
         is_single: whether there is one prompt, whose answer is not returned in a list.
         n: answers per prompt, which is processed once.
-        max_new_tokens: maximum number of new tokens of each answer.
+        max_new_tokens: maximum number of new tokens of each answer; None as for `Engine.add`.
         seed: seed of the first answer; answer i has seed + i, modulo 2**32.
         return_details: whether to return `Completion`s and a `Usage` in place of texts.
 
@@ -62,6 +62,7 @@ def answer(
     """
     if sampling.get("logprobs") is not None and not return_details:
         raise ValueError("log-probabilities are part of the details; pass return_details=True")
+    engine = make_engine(rows=len(prompts) * check_integer("n", n, minimum=1))
     for number, prompt in enumerate(prompts):
         for i in range(n):
             engine.add(
@@ -78,15 +79,6 @@ def answer(
     groups = values if n == 1 else [values[first : first + n] for first in range(0, len(values), n)]
     result = groups[0] if is_single else groups
     return (result, usage) if return_details else result
-
-
-def check_n(n: int) -> int:
-    """Returns a number of answers per prompt.
-
-    Raises:
-        ValueError: if it is not an integer, or less than 1.
-    """
-    return check_integer("n", n, minimum=1)
 
 
 def stream(

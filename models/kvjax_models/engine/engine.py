@@ -17,7 +17,7 @@ but for the rounding of products whose shapes depend on the rows in use.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -26,7 +26,7 @@ from kvjax.distributed.sharding import DATA
 from kvjax.spec import check_integer
 from kvjax_models.engine.groups import Group, decode_together, resize_rows, take_rows
 from kvjax_models.engine.outputs import Collector, Completion, FinishReason, Output, TokenLogprobs, Usage
-from kvjax_models.engine.requests import HasPrefix, Request, RequestChecks, RunningSequence, check_bytes, waiting
+from kvjax_models.engine.requests import HasPrefix, Request, RequestChecks, RunningSequence, waiting
 from kvjax_models.engine.scheduler import MAX_PROGRAMS, MAX_WAIT, Mixes, Scheduler, Waiting, width_for
 from kvjax_models.formats.tokenizer import Tokenizer
 from kvjax_models.keywords import suggest_keywords
@@ -34,7 +34,7 @@ from kvjax_models.model.llama import Llama
 from kvjax_models.prefix import Prefix, RowSizes
 from kvjax_models.prompts import Prompt, TemplateOptions
 from kvjax_models.runner.answer_text import AnswerText, check_stop
-from kvjax_models.runner.decode import NO_TOKEN, calls_layers
+from kvjax_models.runner.decode import NO_TOKEN, runs_by_layer
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.plan import Plan
 from kvjax_models.runner.sampling import GREEDY, SampledTokens, Sampling
@@ -43,6 +43,7 @@ from kvjax_models.sharding import mesh_of, replicate
 from kvjax_models.stopwatch import Stopwatch
 
 MIN_STEPS = 8  # decode steps of running rows between two turns of prefill, if `max_prefill_tokens` limits these
+_MAX_WAITING = 64  # requests that are added ahead, so that similar prompts are prefilled together
 _BLOCK = 2**20  # decode steps of a call that ends with a block
 
 
@@ -92,7 +93,6 @@ class Engine:
         """Creates an engine without requests.
 
         Args:
-            model: the decoder.
             sizes: sizes of the rows of plain prompts; None for an engine whose requests all continue shared prefixes.
             rows: maximum number of rows in use.
             max_bytes: maximum bytes of all rows' caches: a request waits until the bytes that its row may come to take
@@ -121,7 +121,7 @@ class Engine:
         self._max_prefill_tokens, self._stream_interval = max_prefill_tokens, stream_interval
         self._scheduler = Scheduler(rows, max_bytes)
         # A program of all layers is compiled for every mix of groups; the one of a layer is small.
-        by_layer = calls_layers(model, mesh)
+        by_layer = runs_by_layer(model, mesh)
         self._mixes = Mixes(8 if by_layer else 2)
         # On a CPU, prompts of more than some tokens take their own time in a batch, too, and every batch is a program.
         self._batches_prompts = not by_layer
@@ -229,12 +229,11 @@ class Engine:
         request = Request(number, tokens, prefix, sampling, stops, limit, seed, prompt_seed, keep)
         sizes = self._checks.sizes_of(request, room)
         sizes[-1].check_context(request.num_tokens + limit)
-        check_bytes(sizes, self.max_bytes)
+        self._scheduler.add(waiting(request, sizes, batches_prompts=self._batches_prompts))
         self._next_number += 1
         self._prompt_tokens += len(tokens)
         answer = AnswerText(self._tokenizer, request.context, stops)
         self._sequences[number] = RunningSequence(request, sizes, answer, constraint)
-        self._scheduler.add(waiting(request, sizes, batches_prompts=self._batches_prompts))
         return number
 
     def abort(self, number: int) -> None:
@@ -244,7 +243,6 @@ class Engine:
         """
         if (sequence := self._sequences.get(number)) is None:
             return
-        sequence.answer.finish()
         prefix = self._take_prefix(number) if sequence.request.keep else None
         self._finished.append(Output(number, sequence.answer.take(is_finished=True), [], "abort", prefix=prefix))
         self._end(number)
@@ -278,10 +276,8 @@ class Engine:
 
         It may be the start of a stop string, or the bytes of an incomplete character.
         """
-        if (sequence := self._sequences.get(number)) is None:
-            return ""
-        sequence.answer.finish()
-        return sequence.answer.take(is_finished=True)
+        sequence = self._sequences.get(number)
+        return "" if sequence is None else sequence.answer.take(is_finished=True)
 
     def step(self) -> list[Output]:
         """Prefills waiting requests that fit, and decodes up to a block of tokens in all rows.
@@ -312,11 +308,14 @@ class Engine:
         while self.has_unfinished:
             yield from self.step()
 
-    def completions(self, numbers: Mapping[int, int] | None = None) -> Iterator[Completion]:
+    def completions(
+        self, numbers: Mapping[int, int] | None = None, requests: Iterable[object] = ()
+    ) -> Iterator[Completion]:
         """Runs until all requests are finished, which may be added meanwhile.
 
         Args:
             numbers: numbers of the prompts by request; by default the numbers of the requests.
+            requests: adds a request whenever it is advanced, which happens when a row is free.
 
         Yields:
             Completions as they finish.
@@ -324,10 +323,15 @@ class Engine:
         Raises:
             ValueError: if a request failed, with the number of its prompt.
         """
-        collector = Collector(numbers)
-        for output in self.run():
-            if (completion := collector.add(output)) is not None:
-                yield completion
+        collector, requests = Collector(numbers), iter(requests)
+        while True:
+            while self.num_waiting < min(self.num_free_rows, _MAX_WAITING) and next(requests, None) is not None:
+                pass
+            if not self.has_unfinished:
+                return
+            for output in self.step():
+                if (completion := collector.add(output)) is not None:
+                    yield completion
 
     def complete(self) -> tuple[list[Completion], Usage]:
         """Runs until all requests are finished.
@@ -436,7 +440,6 @@ class Engine:
             self._finished.append(Output(item.number, "", [], "error", error=str(error)))
 
     def _make_ready(self, items: Sequence[Sequence[Waiting]], state: GenerationState) -> None:
-        """Lets rows that are prefilled wait for a group."""
         numbers = [[item.number for item in row if item.number in self._sequences] for row in items]
         size = self._sequences[next(number for row in numbers for number in row)].size
         if all(len(row) == 1 for row in numbers):
@@ -574,7 +577,6 @@ class Engine:
                 try:
                     allowed[row] = sequence.constraint.allowed()
                 except ValueError as error:
-                    sequence.answer.finish()
                     outputs.append(Output(number, sequence.answer.take(True), [], "error", error=str(error)))
                     self._end(number)
             if allowed and group.used:
@@ -605,8 +607,9 @@ class Engine:
         sequence = self._sequences[cast(int, group.numbers[row])]
         request, answer = sequence.request, sequence.answer
         if is_faulty:
-            answer.finish()  # the text before this block, which is valid
-            return Output(request.number, answer.take(True), [], "error", error=group.describe_faults(row))
+            return Output(  # with the text before this block, which is valid
+                request.number, answer.take(True), [], "error", error=group.describe_faults(row)
+            )
         count = int(np.sum(sampled.token[row] != NO_TOKEN))
         num_before = len(answer.tokens)
         answer.push(sampled.token[row, :count].tolist())
@@ -620,14 +623,12 @@ class Engine:
         if (constraint := sequence.constraint) is not None:
             constraint.push(tokens)
             reason = "stop" if constraint.is_complete else reason
-        prefix = None
-        if reason is not None:
-            answer.finish()
-            prefix = self._take_prefix(request.number) if request.keep and not answer.is_stopped else None
-        logprobs = None
+        text, prefix, logprobs = answer.take(reason is not None), None, None
+        if reason is not None and request.keep and not answer.is_stopped:
+            prefix = self._take_prefix(request.number)
         if (top := request.sampling.logprobs) is not None:
             logprobs = [_token_logprobs(sampled, row, step, top) for step in range(len(tokens))]
-        return Output(request.number, answer.take(reason is not None), tokens, reason, logprobs, prefix=prefix)
+        return Output(request.number, text, tokens, reason, logprobs, prefix=prefix)
 
     def _take_prefix(self, number: int) -> Prefix | None:
         """Returns the sequence of a request; None without a row, or if the compaction of its tokens has faults."""

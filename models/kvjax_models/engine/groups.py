@@ -207,14 +207,10 @@ def decode_together(groups: Sequence[Group], steps: int) -> list[SampledTokens]:
     steps = min(steps, *(group.steps_left for group in groups))
     generator, block_size = groups[0].generator, max(group.generator.block_size for group in groups)
     decoded = [group.as_decoded() for group in groups]
-    states, sampled = decode.decode_groups(decoded, generator.mesh, generator.eos, block_size, steps)
+    states, sampled = decode.decode_groups(decoded, generator.eos, block_size, steps)
     for group, state in zip(groups, states, strict=True):
         group.after(state, steps)
-    ends = np.cumsum([group.width for group in groups])
-    return [
-        SampledTokens(*(part[end - group.width : end] for part in sampled))
-        for group, end in zip(groups, ends, strict=True)
-    ]
+    return sampled
 
 
 # --- states of rows ---
@@ -239,7 +235,6 @@ def resize_rows(state: GenerationState, generator: Generator) -> GenerationState
 
     Args:
         state: state of the rows, without staged tokens, which the caller must not hold; donated.
-        generator: the size.
     """
     layers, state = list(state.layers), dataclasses.replace(state, layers=())
     for number, spec in enumerate(generator.specs):

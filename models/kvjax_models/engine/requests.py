@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
-from kvjax.budget import format_bytes
 from kvjax.spec import MAX_TOKENS, check_integer
 from kvjax_models import compile_cache
 from kvjax_models.engine.scheduler import Waiting
@@ -60,14 +59,12 @@ class Request:
     @property
     def shared(self) -> Prefix | None:
         """The prefix that the row shares with others."""
-        if self.prefix is None or self.prefix.is_shared:
-            return self.prefix
-        return self.prefix.after
+        return None if self.prefix is None else self.prefix.shared
 
     @property
     def own_tokens(self) -> tuple[int, ...]:
         """The tokens before the answer that the row holds."""
-        return self.prompt if self.prefix is self.shared else (*cast(Prefix, self.prefix).tokens, *self.prompt)
+        return self.prompt if self.prefix is None else (*self.prefix.copied_tokens, *self.prompt)
 
     @property
     def num_first(self) -> int:
@@ -112,15 +109,12 @@ class RunningSequence:
         return self.sizes[self.level]
 
     @property
-    def num_own(self) -> int:
-        """Tokens that the row holds."""
-        return len(self.request.own_tokens) + len(self.answer.tokens)
-
-    @property
     def must_grow(self) -> bool:
         """Whether the row has no capacity for another block."""
-        is_last = self.level == len(self.sizes) - 1
-        return not is_last and self.num_own + self.size.block_size > self.size.plan.capacity
+        if self.level == len(self.sizes) - 1:
+            return False
+        held = len(self.request.own_tokens) + len(self.answer.tokens)
+        return held + self.size.block_size > self.size.plan.capacity
 
 
 class RequestChecks:
@@ -155,25 +149,20 @@ class RequestChecks:
         self, tokens: Sequence[int], prefix: Prefix | None, max_new_tokens: int | None, *, fit_context: bool
     ) -> int:
         """Returns the maximum number of new tokens, as `Engine.add` describes it."""
-        limit = self._limit(tokens, prefix, max_new_tokens)
-        if not fit_context:
-            return limit
-        before = 0 if prefix is None else prefix.num_tokens
-        return max(min(limit, self._model.config.max_length - before - len(tokens)), 1)
-
-    def _limit(self, tokens: Sequence[int], prefix: Prefix | None, max_new_tokens: int | None) -> int:
-        """Returns the maximum number of new tokens; by default what prefix or context leave."""
         if prefix is None and not tokens:
             raise ValueError("the prompt is empty; it must have at least one token")
         if max_new_tokens is not None:
             check_integer("max_new_tokens", max_new_tokens, minimum=1)
             if max_new_tokens > MAX_TOKENS:
                 raise ValueError(f"max_new_tokens={max_new_tokens} must be at most {MAX_TOKENS}")
-        shared = prefix if prefix is None or prefix.is_shared else prefix.after
-        num_after = len(tokens) if prefix is None or prefix is shared else len(prefix.tokens) + len(tokens)
-        if shared is None:
-            left = self._model.config.max_length - num_after
-            return max(min(_DEFAULT_NEW_TOKENS, left), 1) if max_new_tokens is None else max_new_tokens
+        in_context = self._model.config.max_length - len(tokens) - (0 if prefix is None else prefix.num_tokens)
+        limit = max(min(_DEFAULT_NEW_TOKENS, in_context), 1) if max_new_tokens is None else max_new_tokens
+        if prefix is not None and (shared := prefix.shared) is not None:
+            limit = self._limit_after(shared, len(prefix.copied_tokens) + len(tokens), max_new_tokens)
+        return max(min(limit, in_context), 1) if fit_context else limit
+
+    def _limit_after(self, shared: Prefix, num_after: int, max_new_tokens: int | None) -> int:
+        """Returns the maximum number of new tokens after a shared prefix and further tokens."""
         if shared.generator.model is not self._model:
             raise ValueError("the document does not fit into the engine: it belongs to another model")
         left = shared.max_suffix_tokens - num_after
@@ -203,24 +192,6 @@ class RequestChecks:
         if room is None or chosen[-1].plan.is_resizable:  # a full cache grows
             return chosen
         return sizes(len(request.own_tokens), max(request.max_new_tokens, room))
-
-
-def check_bytes(sizes: Sequence[Generator], max_bytes: int | None) -> None:
-    """Checks that a row can fit.
-
-    Args:
-        sizes: the sizes that it has in turn.
-        max_bytes: maximum bytes of all rows.
-
-    Raises:
-        ValueError: if its last size takes more.
-    """
-    if max_bytes is not None and sizes[-1].row_bytes > max_bytes:
-        raise ValueError(
-            f"the row of the request takes up to {format_bytes(sizes[-1].row_bytes)}, more than the "
-            f"{format_bytes(max_bytes)} for all rows; allow more memory, use a smaller budget, or shorten the "
-            "prompt or max_new_tokens"
-        )
 
 
 def waiting(request: Request, sizes: Sequence[Generator], *, batches_prompts: bool) -> Waiting:

@@ -16,6 +16,8 @@ import collections
 import dataclasses
 from collections.abc import Collection, Hashable, Sequence
 
+from kvjax.messages import format_bytes
+
 MAX_PROGRAMS = 40  # of decode steps, after which groups have free rows rather than another width
 MAX_WAIT = 32  # steps that rows wait for the end of a group's block, rather than begin a second group
 _APART_STEPS = 32  # of a mix of groups, before a program is compiled for it: about the time that compilation takes
@@ -57,7 +59,6 @@ class Scheduler:
         """Creates a scheduler without requests.
 
         Args:
-            rows: maximum number of rows.
             max_bytes: maximum bytes of all rows.
             max_batch_tokens: maximum number of tokens that are prefilled as one batch.
         """
@@ -76,7 +77,17 @@ class Scheduler:
         return sum(self.started.values())
 
     def add(self, request: Waiting) -> None:
-        """Appends a request to the queue."""
+        """Appends a request to the queue.
+
+        Raises:
+            ValueError: if its row can never fit.
+        """
+        if self.max_bytes is not None and request.row_bytes > self.max_bytes:
+            raise ValueError(
+                f"the row of the request takes up to {format_bytes(request.row_bytes)}, more than the "
+                f"{format_bytes(self.max_bytes)} for all rows; allow more memory, use a smaller budget, or shorten the "
+                "prompt or max_new_tokens"
+            )
         self.waiting.append(request)
 
     def start(self) -> list[Waiting]:
@@ -144,11 +155,7 @@ class Mixes:
     """
 
     def __init__(self, max_groups: int) -> None:
-        """Creates an empty record.
-
-        Args:
-            max_groups: maximum number of groups of a program.
-        """
+        """Creates an empty record."""
         self.max_groups = max_groups
         self._steps: collections.Counter[tuple[Hashable, ...]] = collections.Counter()
         self._compiled: set[tuple[Hashable, ...]] = set()

@@ -60,18 +60,15 @@ class AnswerText:
             if token in self._special and not self.is_stopped:
                 self._append(self._special[token], is_special=True)
 
-    def finish(self) -> None:
-        """Appends the bytes of an incomplete last character."""
-        if not self.is_stopped:
-            self._append(self._streamer.flush(), is_special=False)
-
     def take(self, is_finished: bool) -> str:
         """Returns the text since the last call.
 
         Args:
             is_finished: whether the answer is finished; until then, characters that may be the start of a stop string
-                are held back.
+                and the bytes of an incomplete character are held back.
         """
+        if is_finished and not self.is_stopped:
+            self._append(self._streamer.flush(), is_special=False)
         held = 0 if is_finished else max(self._longest - 1, 0)
         end = max(len(self.text) - held, self._num_taken)
         new, self._num_taken = self.text[self._num_taken : end], end

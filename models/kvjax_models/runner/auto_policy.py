@@ -207,7 +207,8 @@ def resolve_auto(
         has_few_heads = profile is not None and profile.has_few_heads and is_in_bytes
         table = _FORMATS_WITH_FEW_HEADS if has_few_heads else _AUTO_FORMATS
         kv_dtype = next(formats for smallest, formats in table if fraction >= smallest)
-    if not isinstance(policy, Auto) and shares is None and _is_retrieval(policy):
+    policy_class = getattr(policy, "policy_class", policy)  # or a policy, or a function that makes one
+    if not isinstance(policy, Auto) and shares is None and getattr(policy_class, "is_retrieval", False) is True:
         # Every head holds all tokens already; with more reads for some heads, fewer questions are answered.
         return policy, kv_dtype
     # In bytes, narrow formats keep more tokens.
@@ -227,7 +228,9 @@ def resolve_auto(
     settings: dict[str, Any] = {}
     types = setting_types(choice.policy_class)
     if "compact_every" in types:
-        settings["compact_every"] = _staging_tokens(fraction * tokens)
+        # The budget is the bytes of some tokens in bfloat16.
+        is_large = _LARGEST_STAGING * fraction * tokens >= 16
+        settings["compact_every"] = staging_tokens(fraction * tokens) if is_large else 8
     if is_auto and choice.name == POLICY_WITHOUT_SCORER:
         settings["window_size"] = 16
     elif is_auto and choice.name == POLICY:
@@ -237,16 +240,6 @@ def resolve_auto(
     if shares is not None:
         settings["heads"] = shares
     return choice.with_settings(**settings), kv_dtype
-
-
-def _staging_tokens(budget: float) -> int:
-    """Returns the tokens of the staging buffer for a budget of the bytes of some tokens in bfloat16."""
-    return staging_tokens(budget) if _LARGEST_STAGING * budget >= 16 else 8
-
-
-def _is_retrieval(policy: PolicyValue) -> bool:
-    """Returns whether a policy keeps every token and selects the ones to read."""
-    return getattr(getattr(policy, "policy_class", policy), "is_retrieval", False) is True
 
 
 def _with_heads(policy: Any, shares: Shares | None) -> PolicyValue:

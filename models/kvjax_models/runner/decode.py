@@ -11,7 +11,7 @@ logits once for the rows of all groups, so that the weights are read once, and a
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -71,19 +71,20 @@ class SplitModel:
         outer: the model without layers.
         layers: the layers.
         scorer: coefficients of predicted scores of all layers, for policies that require them.
+        mesh: the mesh of the model; None for a single device.
     """
 
     model: Llama
     outer: _Flat[Llama]
     layers: tuple[_Layer, ...]
     scorer: Scorer | None
+    mesh: Mesh | None
 
 
-def split_model(model: Llama, scorer: Scorer | None, context_tokens: int) -> SplitModel:
+def split_model(model: Llama, scorer: Scorer | None, context_tokens: int, mesh: Mesh | None) -> SplitModel:
     """Returns a model as the functions below take it. Make it once: flattening takes milliseconds.
 
     Args:
-        model: the decoder.
         scorer: coefficients of predicted scores, for policies that require them.
         context_tokens: maximum number of tokens of a sequence, as in the state.
     """
@@ -92,7 +93,7 @@ def split_model(model: Llama, scorer: Scorer | None, context_tokens: int) -> Spl
     scorers = (None,) * len(attention_layers) if scorer is None else tuple(jnp.swapaxes(scorer, 1, 2))
     for number, one in zip(attention_layers, scorers, strict=True):
         layers[number] = layers[number]._replace(rotary=model.config.rotary(number, context_tokens), scorer=one)
-    return SplitModel(model, _flatten(model.without_layers()), tuple(layers), scorer)
+    return SplitModel(model, _flatten(model.without_layers()), tuple(layers), scorer, mesh)
 
 
 class Group(NamedTuple):
@@ -100,7 +101,7 @@ class Group(NamedTuple):
 
     Attributes:
         split: the model.
-        state: state of the rows.
+        state: state of the rows, which the functions below donate.
         prefixes: the frozen prefixes that the rows share; None for rows that have all their tokens in their own caches.
     """
 
@@ -120,116 +121,78 @@ def _shared(structure: Any) -> Any:
     return structure
 
 
-def append_block(
-    split: SplitModel,
-    mesh: Mesh | None,
-    state: GenerationState,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
-    prefixes: Prefixes = None,
-) -> GenerationState:
+def append_block(group: Group, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]) -> GenerationState:
     """Appends a block of prompt tokens to the caches, all at once.
 
     Args:
-        split: the model.
-        state: state before the block; donated.
         lengths: number of tokens of each row.
-        prefixes: the frozen prefixes that the rows share; None for rows that have all their tokens in their own caches.
 
     Returns:
         The state after the block.
     """
-    if not runs_by_layer(state, mesh):
-        return append_program(split.model, mesh, state, tokens, lengths, prefixes, split.scorer)
-    tokens, lengths = _commit(state, tokens, lengths)
-    return _append_by_layer(split, mesh, state, tokens, lengths, prefixes)[0]
+    split, state, prefixes = group
+    if not runs_by_layer(split.model, split.mesh):
+        return append_program(split.model, split.mesh, state, tokens, lengths, prefixes, split.scorer)
+    return _append(group, *_commit(state, tokens, lengths))[0]
 
 
 def score_block(
-    split: SplitModel,
-    mesh: Mesh | None,
-    state: GenerationState,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
-    prefixes: Prefixes = None,
+    group: Group, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> tuple[GenerationState, Float[Array, "B T"], Bool[Array, "B T"]]:
     """Appends a block like `append_block` and scores its tokens.
 
     Args:
-        split: the model.
-        state: state before the block; donated.
         lengths: number of tokens of each row.
 
     Returns:
         The state after the block, the log-probability of each token, and whether it was the most likely one. The first
         token is scored with the state's logits.
     """
-    if not runs_by_layer(state, mesh):
-        return score_program(split.model, mesh, state, tokens, lengths, prefixes, split.scorer)
-    tokens, lengths = _commit(state, tokens, lengths)
-    return _score_by_layer(split, mesh, state, tokens, lengths, prefixes)
-
-
-def decode_block(
-    split: SplitModel,
-    mesh: Mesh | None,
-    eos: tuple[int, ...],
-    block_size: int,
-    state: GenerationState,
-    steps: int,
-    prefixes: Prefixes = None,
-) -> tuple[GenerationState, SampledTokens]:
-    """Runs decode steps of one group of rows like `decode_groups`; returns its state and tokens."""
-    [state], sampled = decode_groups([Group(split, state, prefixes)], mesh, eos, block_size, steps)
-    return state, sampled
+    split, state, prefixes = group
+    if not runs_by_layer(split.model, split.mesh):
+        return score_program(split.model, split.mesh, state, tokens, lengths, prefixes, split.scorer)
+    return _score(group, *_commit(state, tokens, lengths))
 
 
 def decode_groups(
-    groups: Sequence[Group], mesh: Mesh | None, eos: tuple[int, ...], block_size: int, steps: int
-) -> tuple[tuple[GenerationState, ...], SampledTokens]:
+    groups: Sequence[Group], eos: tuple[int, ...], block_size: int, steps: int
+) -> tuple[tuple[GenerationState, ...], list[SampledTokens]]:
     """Runs decode steps until all sequences are finished or `steps` is reached.
 
     Args:
-        groups: the rows; their states are donated.
+        groups: the rows, of one model.
         eos: tokens that finish a sequence.
         block_size: maximum number of steps.
         steps: number of steps, at most `block_size`.
 
     Returns:
-        The states after the steps, and NumPy arrays [B, n, ...] of the tokens of the rows of all groups in n steps,
-        with `NO_TOKEN` after the end of a sequence.
+        The states after the steps, and for every group NumPy arrays [B, n, ...] of the tokens in n steps, with
+        `NO_TOKEN` after the end of a sequence.
     """
     splits, states, prefixes = zip(*groups, strict=True)
-    if not runs_by_layer(states[0], mesh):
-        count = replicate(np.int32(steps), mesh)
-        scorers = tuple(split.scorer for split in splits)
+    split, sizes = splits[0], [len(state.positions) for state in states]
+    if not runs_by_layer(split.model, split.mesh):
+        count, scorers = replicate(np.int32(steps), split.mesh), tuple(one.scorer for one in splits)
         states, block, num_steps = decode_program(
-            splits[0].model, mesh, eos, block_size, states, count, prefixes, scorers
+            split.model, split.mesh, eos, block_size, states, count, prefixes, scorers
         )
-        return states, SampledTokens(*(np.asarray(part)[:, : int(num_steps)] for part in block))
+        return states, _split(SampledTokens(*(np.asarray(part)[:, : int(num_steps)] for part in block)), sizes)
     sampled: list[SampledTokens] = []
     # The first program of a step gives `done`, so that the host calls the next step's while this one's layers run.
     while len(sampled) < steps and not all(np.asarray(state.done).all() for state in states):
-        states, tokens = _decode_step(splits, mesh, eos, states, prefixes)
+        states, tokens = _decode_step(_with_states(groups, states), eos)
         sampled.append(tokens)
     if not sampled:
         sampled, steps = [_no_tokens(states)], 0
-    parts = ([np.asarray(x) for x in part] for part in zip(*sampled, strict=True))
-    return states, SampledTokens(*(np.stack(part, axis=1)[:, :steps] for part in parts))
+    parts = (np.stack([np.asarray(x) for x in part], axis=1)[:, :steps] for part in zip(*sampled, strict=True))
+    return states, _split(SampledTokens(*parts), sizes)
 
 
-def runs_by_layer(state: GenerationState, mesh: Mesh | None) -> bool:
+def runs_by_layer(model: Llama, mesh: Mesh | None) -> bool:
     """Returns whether the host calls one program per layer: on a single CPU, for at least `MIN_LAYERS` layers."""
-    return _on_cpu(state.positions, mesh) and len(state.layers) + len(state.recurrent) >= MIN_LAYERS
-
-
-def calls_layers(model: Llama, mesh: Mesh | None) -> bool:
-    """Returns `runs_by_layer` for the states of a model."""
-    return _on_cpu(jax.tree.leaves(model)[0], mesh) and model.config.layers >= MIN_LAYERS
-
-
-def _on_cpu(x: Array, mesh: Mesh | None) -> bool:
-    return mesh is None and all(device.platform == "cpu" for device in x.devices())
+    if mesh is not None or model.config.layers < MIN_LAYERS:
+        return False
+    return all(device.platform == "cpu" for device in jax.tree.leaves(model.norm)[0].devices())
 
 
 def _commit(state: GenerationState, tokens: Array, lengths: Array) -> tuple[Array, Array]:
@@ -237,24 +200,32 @@ def _commit(state: GenerationState, tokens: Array, lengths: Array) -> tuple[Arra
     return jax.device_put(tokens, state.positions.sharding), jax.device_put(lengths, state.positions.sharding)
 
 
-def _append_by_layer(
-    split: SplitModel,
-    mesh: Mesh | None,
-    state: GenerationState,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
-    prefixes: Prefixes,
+def _with_states(groups: Sequence[Group], states: Sequence[GenerationState]) -> list[Group]:
+    return [group._replace(state=state) for group, state in zip(groups, states, strict=True)]
+
+
+def _append(
+    group: Group, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
 ) -> tuple[GenerationState, Float[Array, "B T W"]]:
     """Returns the state after a block, and the residual stream of its tokens."""
-    x = _embed(split.outer, mesh, tokens)
-    x, [state] = _step_layers((split,), mesh, (state,), x, (lengths,), (prefixes,))
+    outer, mesh = group.split.outer, group.split.mesh
+    x, [state] = step_layers([group], embed_tokens(outer, mesh, tokens), (lengths,))
     [rows] = _without([state], "layers", "recurrent")
-    rows = _last_logits(split.outer, rows, x, tokens, lengths)
+    rows = _last_logits(outer, rows, x, tokens, lengths)
     [state] = _with_fields([rows], [state], "layers", "recurrent")
     return constrain_state(state, mesh), x
 
 
-def _append_block(
+def _score(
+    group: Group, tokens: Int[Array, "B T"], lengths: Int[Array, "B"]
+) -> tuple[GenerationState, Float[Array, "B T"], Bool[Array, "B T"]]:
+    """Returns the results of `score_block`."""
+    state, x = _append(group, tokens, lengths)
+    return state, *_token_scores(group.split.outer, group.split.mesh, group.state.logits, x, tokens)
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
+def append_program(
     model: Llama,
     mesh: Mesh | None,
     state: GenerationState,
@@ -263,23 +234,13 @@ def _append_block(
     prefixes: Prefixes,
     scorer: Scorer | None,
 ) -> GenerationState:
-    return _append_by_layer(split_model(model, scorer, state.context_tokens), mesh, state, tokens, lengths, prefixes)[0]
+    """Runs `append_block` as one program."""
+    group = Group(split_model(model, scorer, state.context_tokens, mesh), state, prefixes)
+    return _append(group, tokens, lengths)[0]
 
 
-def _score_by_layer(
-    split: SplitModel,
-    mesh: Mesh | None,
-    state: GenerationState,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
-    prefixes: Prefixes,
-) -> tuple[GenerationState, Float[Array, "B T"], Bool[Array, "B T"]]:
-    previous_logits = state.logits
-    state, x = _append_by_layer(split, mesh, state, tokens, lengths, prefixes)
-    return state, *_token_scores(split.outer, mesh, previous_logits, x, tokens)
-
-
-def _score_block(
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
+def score_program(
     model: Llama,
     mesh: Mesh | None,
     state: GenerationState,
@@ -288,10 +249,12 @@ def _score_block(
     prefixes: Prefixes,
     scorer: Scorer | None,
 ) -> tuple[GenerationState, Float[Array, "B T"], Bool[Array, "B T"]]:
-    return _score_by_layer(split_model(model, scorer, state.context_tokens), mesh, state, tokens, lengths, prefixes)
+    """Runs `score_block` as one program."""
+    return _score(Group(split_model(model, scorer, state.context_tokens, mesh), state, prefixes), tokens, lengths)
 
 
-def _decode_block(
+@functools.partial(jax.jit, static_argnames=("mesh", "eos", "block_size"), donate_argnames=("states",))
+def decode_program(
     model: Llama,
     mesh: Mesh | None,
     eos: tuple[int, ...],
@@ -302,12 +265,15 @@ def _decode_block(
     scorers: tuple[Scorer | None, ...],
 ) -> tuple[tuple[GenerationState, ...], SampledTokens, Int[Array, ""]]:
     """Runs decode steps in one compiled loop; returns the states, the tokens of a full block and the steps."""
-    splits = tuple(split_model(model, one, state.context_tokens) for one, state in zip(scorers, states, strict=True))
+    groups = [
+        Group(split_model(model, scorer, state.context_tokens, mesh), state, one)
+        for scorer, state, one in zip(scorers, states, prefixes, strict=True)
+    ]
 
     def step(carry):
         """Runs one decode step on the `carry`: the number of steps, the states and the tokens of the block."""
         number, states, block = carry
-        states, sampled = _decode_step(splits, mesh, eos, states, prefixes)
+        states, sampled = _decode_step(_with_states(groups, states), eos)
 
         def write(block: Array, new: Array) -> Array:
             start = (jnp.zeros_like(number), number, *[jnp.zeros_like(number)] * (block.ndim - 2))
@@ -353,26 +319,17 @@ def _split(tree: T, sizes: Sequence[int]) -> list[T]:
     return [part(end - size, size) for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
 
 
-append_program = jax.jit(_append_block, static_argnames=("mesh",), donate_argnames=("state",))
-score_program = jax.jit(_score_block, static_argnames=("mesh",), donate_argnames=("state",))
-decode_program = jax.jit(_decode_block, static_argnames=("mesh", "eos", "block_size"), donate_argnames=("states",))
-
-
-def _decode_step(
-    splits: tuple[SplitModel, ...],
-    mesh: Mesh | None,
-    eos: tuple[int, ...],
-    states: tuple[GenerationState, ...],
-    prefixes: tuple[Prefixes, ...],
-) -> tuple[tuple[GenerationState, ...], SampledTokens]:
+def _decode_step(groups: Sequence[Group], eos: tuple[int, ...]) -> tuple[tuple[GenerationState, ...], SampledTokens]:
     """Samples a token from the logits and computes the next logits; returns the states and the tokens."""
-    outer = splits[0].outer
+    outer, mesh = groups[0].split.outer, groups[0].split.mesh
+    states = [group.state for group in groups]
     rows, sampled, x, lengths = _sample_token(outer, mesh, eos, _without(states, "layers", "recurrent"))
-    x, states = _step_layers(splits, mesh, _with_fields(rows, states, "layers", "recurrent"), x, lengths, prefixes)
+    new_groups = _with_states(groups, _with_fields(rows, states, "layers", "recurrent"))
+    x, new_states = step_layers(new_groups, x, lengths)
     # Without `done`, which the host reads while the layers run.
     rest = "layers", "recurrent", "done"
-    rows = _next_logits(outer, _without(states, *rest), sampled.token, x, lengths)
-    return _with_fields(rows, states, *rest), sampled
+    rows = _next_logits(outer, _without(new_states, *rest), sampled.token, x, lengths)
+    return _with_fields(rows, new_states, *rest), sampled
 
 
 def _without(states: Sequence[GenerationState], *names: str) -> tuple[GenerationState, ...]:
@@ -388,49 +345,6 @@ def _with_fields(
     return tuple(
         dataclasses.replace(state, **{name: getattr(other, name) for name in names})
         for state, other in zip(states, others, strict=True)
-    )
-
-
-def _step_layers(
-    splits: tuple[SplitModel, ...],
-    mesh: Mesh | None,
-    states: tuple[GenerationState, ...],
-    x: Float[Array, "B T W"],
-    lengths: tuple[Int[Array, "b"], ...],
-    prefixes: tuple[Prefixes, ...],
-) -> tuple[Float[Array, "B T W"], tuple[GenerationState, ...]]:
-    """Computes the layers of new tokens; returns the residual stream, and the states with new caches and states."""
-    layers: list[tuple[kvjax.Cache, ...]] = []
-    recurrent: list[tuple[RecurrentState, ...]] = []
-    counters, positions = tuple(state.counters for state in states), tuple(state.positions for state in states)
-    of_caches = [(None,) * len(states[0].layers) if one is None else one for one in prefixes]
-    caches, layer_prefixes = zip(*(state.layers for state in states), strict=True), zip(*of_caches, strict=True)
-    recurrent_states = zip(*(state.recurrent for state in states), strict=True)
-    for own in zip(*(split.layers for split in splits), strict=True):  # of every group
-        module = own[0].module
-        if own[0].rotary is None:
-            x, new_states = step_recurrent_layer(module, mesh, next(recurrent_states), x, lengths)
-            recurrent.append(new_states)
-            continue
-        rotaries = tuple(layer.rotary for layer in own)
-        group_caches = next(caches)
-        scorers = tuple(
-            layer.scorer if cache.policy.requires.predicted_scores else None
-            for layer, cache in zip(own, group_caches, strict=True)
-        )
-        x, new_caches, new_counters = step_layer(
-            module, rotaries, group_caches, counters, x, positions, lengths, next(layer_prefixes), scorers
-        )
-        layers.append(new_caches)
-    # Every layer counts the same tokens; XLA computes the counters once.
-    return x, tuple(
-        dataclasses.replace(
-            state,
-            layers=tuple(one[group] for one in layers),
-            recurrent=tuple(one[group] for one in recurrent),
-            counters=new_counters[group],
-        )
-        for group, state in enumerate(states)
     )
 
 
@@ -452,7 +366,6 @@ def step_layer(
     """Appends tokens to one layer's caches and computes the layer.
 
     Args:
-        flat: the layer.
         rotaries: its rotary embedding, for every group.
         caches: its caches; donated.
         x: residual stream of the rows of all groups; donated.
@@ -505,7 +418,6 @@ def step_recurrent_layer(
     """Computes a layer with recurrent states.
 
     Args:
-        flat: the layer.
         states: its states before the tokens, of every group; donated.
         x: residual stream of new tokens of the rows of all groups; donated.
         lengths: number of these tokens of each row.
@@ -517,8 +429,56 @@ def step_recurrent_layer(
     return constrain_to_batch(x, mesh), tuple(_split(new_states, [len(one) for one in lengths]))
 
 
+def step_layers(
+    groups: Sequence[Group],
+    x: Float[Array, "B T W"],
+    lengths: tuple[Int[Array, "b"], ...],
+    step: Callable[..., Any] = step_layer,
+) -> tuple[Float[Array, "B T W"], tuple[GenerationState, ...]]:
+    """Computes the layers of new tokens.
+
+    Args:
+        x: embeddings of the tokens of all groups; donated.
+        lengths: number of the tokens of each row.
+        step: called in place of `step_layer`, with its arguments.
+
+    Returns:
+        The residual stream, and the states with new caches and recurrent states.
+    """
+    states = [group.state for group in groups]
+    counters, positions = tuple(state.counters for state in states), tuple(state.positions for state in states)
+    layers: list[tuple[kvjax.Cache, ...]] = []
+    recurrent: list[tuple[RecurrentState, ...]] = []
+    for of_groups in zip(*(group.split.layers for group in groups), strict=True):
+        module = of_groups[0].module
+        if of_groups[0].rotary is None:
+            before = tuple(state.recurrent[len(recurrent)] for state in states)
+            x, after = step_recurrent_layer(module, groups[0].split.mesh, before, x, lengths)
+            recurrent.append(after)
+            continue
+        rotaries, caches = tuple(layer.rotary for layer in of_groups), tuple(one.layers[len(layers)] for one in states)
+        prefixes = tuple(None if one.prefixes is None else one.prefixes[len(layers)] for one in groups)
+        scorers = tuple(
+            layer.scorer if cache.policy.requires.predicted_scores else None
+            for layer, cache in zip(of_groups, caches, strict=True)
+        )
+        x, caches, new_counters = step(module, rotaries, caches, counters, x, positions, lengths, prefixes, scorers)
+        layers.append(caches)
+    # Every layer counts the same tokens; XLA computes the counters once.
+    return x, tuple(
+        dataclasses.replace(
+            state,
+            layers=tuple(one[group] for one in layers),
+            recurrent=tuple(one[group] for one in recurrent),
+            counters=new_counters[group],
+        )
+        for group, state in enumerate(states)
+    )
+
+
 @functools.partial(jax.jit, static_argnames=("mesh",))
-def _embed(outer: _Flat[Llama], mesh: Mesh | None, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
+def embed_tokens(outer: _Flat[Llama], mesh: Mesh | None, tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
+    """Returns the embeddings of tokens."""
     return constrain_to_batch(outer.module.embed(tokens), mesh)
 
 
@@ -615,7 +575,7 @@ PROGRAMS = (
     decode_program,
     step_layer,
     step_recurrent_layer,
-    _embed,
+    embed_tokens,
     _sample_token,
     _next_logits,
     _last_logits,

@@ -29,11 +29,11 @@ from kvjax_models.model.recurrent import RecurrentState
 from kvjax_models.runner import decode as decode_lib
 from kvjax_models.runner import prefill as prefill_lib
 from kvjax_models.runner import state as state_lib
-from kvjax_models.runner.decode import Prefixes, SplitModel, append_block, score_block, split_model
+from kvjax_models.runner.decode import Group, Prefixes, SplitModel, append_block, score_block, split_model
 from kvjax_models.runner.plan import Plan, rope_tokens
 from kvjax_models.runner.prefill import PrefilledLayer, compress_layer, last_logits, prefill_layers
 from kvjax_models.runner.rows import pad_prompts, trim_rows
-from kvjax_models.runner.sampling import GREEDY, Sampling
+from kvjax_models.runner.sampling import GREEDY, Sampling, row_sampling
 from kvjax_models.runner.sequence_parallel import chunk_size
 from kvjax_models.runner.state import (
     GenerationState,
@@ -101,11 +101,9 @@ class Generator:
 
         Args:
             plan: a plan, or the policies of one, which is made for `lengths`.
-            batch: number of batch rows.
             eos: tokens that finish a sequence.
             prefill_chunk: tokens per chunk of exact prefill.
             allow_beyond_context: whether sequences may exceed the model's context length.
-            scorer: coefficients of predicted scores.
             **lengths: arguments of `Plan`.
 
         Raises:
@@ -129,7 +127,6 @@ class Generator:
         self._set_batch(batch)
 
     def _set_batch(self, batch: int) -> None:
-        """Sets the number of batch rows."""
         object.__setattr__(self, "batch", check_integer("batch", batch, 1))
         specs = tuple(dataclasses.replace(spec, batch=self.batch) for spec in self.plan.specs)
         object.__setattr__(self, "specs", specs)
@@ -146,8 +143,8 @@ class Generator:
 
     @functools.cached_property
     def split_model(self) -> SplitModel:
-        """The model as `decode_block` takes it."""
-        return split_model(self.model, self.scorer, self.context_tokens)
+        """The model as decode steps take it."""
+        return split_model(self.model, self.scorer, self.context_tokens, self.mesh)
 
     def _check_scorer(self, scorer: Any) -> Float[Array, "L W+2 H_kv"] | None:
         """Returns the scorer on the model's devices; None if no policy requires predicted scores."""
@@ -248,16 +245,16 @@ class Generator:
         seeds = state_lib.row_seeds(self.batch, seed)
         if layers is None:
             layers = list(state_lib.init_layers(self.policies, self.specs, self.mesh, seeds))
-        state = state_lib.init_state(
-            layers,
-            self.config.vocab_size,
-            self.mesh,
-            seeds,
-            samplings,
-            rope_tokens(self.config, self.context_tokens),  # equal states of more lengths, which share programs
-            state_lib.init_recurrent(self.config, self.batch, self.model.embedding.param_dtype, self.mesh),
+        state = GenerationState(
+            layers=tuple(cache for cache, _ in layers),
+            counters=layers[-1][1],
+            sampling=row_sampling(samplings, self.config.vocab_size, self.mesh),
+            recurrent=state_lib.init_recurrent(self.config, self.batch, self.model.embedding.param_dtype, self.mesh),
+            # Equal states of more lengths share programs.
+            context_tokens=rope_tokens(self.config, self.context_tokens),
+            **state_lib.init_rows(self.config.vocab_size, self.mesh, seeds),
         )
-        return state if self.mesh is None else state_lib.shard_on_mesh(state, self.mesh)
+        return shard_state(state, self.mesh)
 
     def reseed(self, state: GenerationState, seed: int | Sequence[int]) -> GenerationState:
         """Returns a state whose sampling continues as if it had been created with another seed.
@@ -311,43 +308,21 @@ class Generator:
             None after every step, which is a layer of exact prefill or an appended block; finally the state.
         """
         compile_cache.free_compiled_programs(_PROGRAMS)
-        if not (self.streaming or self.is_suffix or np.asarray(state.positions).any()):
+        if self._is_first_prompt(state):
             for states in prefill_together([self], [state], prompts, shared_lengths=shared_lengths):
                 yield None if states is None else states[0]
             return
-        tokens, lengths = self._pad_to_blocks(state, prompts)
-        state = commit_to_device(state, self.mesh)
-        for block, count in self._blocks(tokens, lengths):
-            state = compact_layers(append_block(self.split_model, self.mesh, state, block, count, prefixes))
+        state, _, blocks = self._to_blocks(state, prompts)
+        for block in blocks:
+            state = compact_layers(append_block(Group(self.split_model, state, prefixes), *block))
             yield None
         check_faults(state, self.mesh)
         yield state
 
-    def prefilled_layers(
-        self, prompts: Sequence[Sequence[int]], *, shared_lengths: bool = False
-    ) -> tuple[Iterator[PrefilledLayer], Int[Array, "B N"], Int[Array, "B"]]:
-        """Computes first prompts layer by layer with exact attention; see `prefill_for`."""
-        return prefill_for([self], prompts, shared_lengths=shared_lengths)
-
     def score(
         self, state: GenerationState, prompts: Sequence[Sequence[int]], prefixes: Prefixes = None
-    ) -> tuple[GenerationState, list[Float[np.ndarray, "T"]]]:
-        """Appends one text per row like a later prompt and scores its tokens; see `score_greedy`.
-
-        Args:
-            state: state before the prompts; its buffers are donated.
-            prompts: token ids of each row.
-
-        Returns:
-            The state after the prompts, and the natural log-probability of each token, float32.
-        """
-        state, log_probs, _ = self.score_greedy(state, prompts, prefixes)
-        return state, log_probs
-
-    def score_greedy(
-        self, state: GenerationState, prompts: Sequence[Sequence[int]], prefixes: Prefixes = None
     ) -> tuple[GenerationState, list[Float[np.ndarray, "T"]], list[Bool[np.ndarray, "T"]]]:
-        """Scores prompts like `score`, and compares them with greedy decoding.
+        """Appends one text per row like a later prompt and scores its tokens.
 
         Args:
             state: state before the prompts; its buffers are donated. If it is empty, the first token has no context
@@ -355,27 +330,29 @@ class Generator:
             prompts: token ids of each row.
 
         Returns:
-            The state after the prompts, the log-probability of each token, and whether it was the most likely one.
+            The state after the prompts, the natural log-probability of each token, float32, and whether it was the most
+            likely one.
 
         Raises:
             ValueError: if the state is empty and the generator is not streaming.
         """
-        if not (self.streaming or self.is_suffix or np.asarray(state.positions).any()):
+        if self._is_first_prompt(state):
             raise ValueError(
                 "scoring appends to a cache; prefill a prompt first, or create the generator with streaming"
             )
-        tokens, lengths = self._pad_to_blocks(state, prompts)
-        state = commit_to_device(state, self.mesh)
-        blocks = []
-        for block, count in self._blocks(tokens, lengths):
-            state, *scores = score_block(self.split_model, self.mesh, state, block, count, prefixes)
-            blocks.append(scores)
+        state, lengths, blocks = self._to_blocks(state, prompts)
+        scores = []
+        for block in blocks:
+            state, *of_block = score_block(Group(self.split_model, state, prefixes), *block)
+            scores.append(of_block)
             state = compact_layers(state)
         check_faults(state, self.mesh)
-        log_probs, is_greedy = (
-            np.concatenate([np.asarray(block) for block in parts], axis=1) for parts in zip(*blocks, strict=True)
-        )
+        log_probs, is_greedy = (np.concatenate([*map(np.asarray, one)], axis=1) for one in zip(*scores, strict=True))
         return state, trim_rows(log_probs, lengths), trim_rows(is_greedy, lengths)
+
+    def _is_first_prompt(self, state: GenerationState) -> bool:
+        """Returns whether the next prompts are processed with exact attention."""
+        return not (self.streaming or self.is_suffix or np.asarray(state.positions).any())
 
     def padding_multiple(self, longest: int) -> int:
         """Returns what exact prefill pads prompts to a multiple of, given the length of the longest one."""
@@ -415,35 +392,26 @@ class Generator:
             )
         logging.log_first_n(logging.WARNING, "%s: the output may be meaningless", 1, problem)
 
-    def pad(self, prompts: Sequence[Sequence[int]], multiple: int) -> tuple[np.ndarray, np.ndarray]:
-        """Pads prompts on the right to one array; see `pad_prompts`.
-
-        Args:
-            prompts: token ids of each row.
-            multiple: the padded length is a multiple of it.
+    def _to_blocks(
+        self, state: GenerationState, texts: Sequence[Sequence[int]]
+    ) -> tuple[GenerationState, Int[np.ndarray, "B"], Iterator[tuple[Array, Array]]]:
+        """Splits texts into blocks; the last one has half the width if that suffices.
 
         Returns:
-            The padded tokens and the lengths of the prompts, int32.
+            The state, committed to its device; the lengths of the texts; and each block with the number of its tokens
+            per row.
         """
-        return pad_prompts(prompts, self.batch, multiple, self.config.vocab_size)
-
-    def _pad_to_blocks(self, state: GenerationState, texts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-        """Returns padded texts and their lengths, checked against the capacity of the caches."""
-        tokens, lengths = self.pad(texts, self.block_size)
+        tokens, lengths = pad_prompts(texts, self.batch, self.block_size, self.config.vocab_size)
         self.check_capacity(np.asarray(state.positions), lengths)
-        return tokens, lengths
 
-    def _blocks(self, tokens: Int[np.ndarray, "B N"], lengths: Int[np.ndarray, "B"]) -> Iterator[tuple[Array, Array]]:
-        """Splits padded texts into blocks; the last one has half the width if that suffices.
+        def blocks() -> Iterator[tuple[Array, Array]]:
+            for start in range(0, tokens.shape[1], self.block_size):
+                count = np.clip(lengths - start, 0, self.block_size)
+                # Two widths, because each is a program.
+                width = self.block_size // 2 if np.max(count) <= self.block_size // 2 else self.block_size
+                yield replicate(tokens[:, start : start + width], self.mesh), replicate(count, self.mesh)
 
-        Yields:
-            Each block and the number of its tokens per row.
-        """
-        for start in range(0, tokens.shape[1], self.block_size):
-            count = np.clip(lengths - start, 0, self.block_size)
-            # Two widths, because each is a program.
-            width = self.block_size // 2 if np.max(count) <= self.block_size // 2 else self.block_size
-            yield replicate(tokens[:, start : start + width], self.mesh), replicate(count, self.mesh)
+        return commit_to_device(state, self.mesh), lengths, blocks()
 
 
 def prefill_together(
@@ -481,41 +449,37 @@ def prefill_together(
     results = list(states)
     for repeat in passes:
         indices = [i for i, one in enumerate(repetitions) if one == repeat or (one is None and repeat == passes[0])]
-        members = [generators[i] for i in indices]
-        for new_states in _prefill_in_one_pass(members, [states[i] for i in indices], prompts, shared_lengths):
-            if new_states is None:
-                yield None
-            else:
-                for index, state in zip(indices, new_states, strict=True):
-                    results[index] = state
+        yield from _prefill_in_one_pass(generators, results, indices, prompts, shared_lengths)
     yield results
 
 
 def _prefill_in_one_pass(
     generators: Sequence[Generator],
-    states: Sequence[GenerationState],
+    states: list[GenerationState],
+    indices: Sequence[int],
     prompts: Sequence[Sequence[int]],
     shared_lengths: bool,
-) -> Iterator[list[GenerationState] | None]:
-    """Processes prompts as `prefill_together`, for generators that need at most one repetition of the prompts."""
-    layers, tokens, lengths = prefill_for(generators, prompts, shared_lengths=shared_lengths)
-    caches: list[list[kvjax.Cache]] = [[] for _ in generators]
-    carries: list[Any] = [None for _ in generators]
-    counters = [state.counters for state in states]
+) -> Iterator[None]:
+    """Processes prompts into the states at some indices, which need at most one repetition of the prompts."""
+    members = [generators[index] for index in indices]
+    layers, tokens, lengths = prefill_for(members, prompts, shared_lengths=shared_lengths)
+    caches: dict[int, list[kvjax.Cache]] = {index: [] for index in indices}
+    counters: dict[int, kvjax.Counters] = {}
+    carries: dict[int, Any] = dict.fromkeys(indices)
     recurrent: list[RecurrentState] = []
     for number, layer in enumerate(layers):
-        for index, state in enumerate(states):
+        for index in indices:
+            state = states[index]
             cache, counters[index], carries[index] = compress_layer(
                 state.layers[number], state.counters, layer, lengths, carries[index]
             )
             caches[index].append(cache)
         recurrent.extend(layer.recurrent)
         yield None
-    logits = last_logits(generators[0].model, layer.x, lengths)
-    yield [
-        shard_state(finish_prefill(state, own, counter, logits, tokens, lengths, recurrent), generators[0].mesh)
-        for state, own, counter in zip(states, caches, counters, strict=True)
-    ]
+    logits, mesh = last_logits(members[0].model, layer.x, lengths), members[0].mesh
+    for index in indices:
+        results = caches[index], counters[index], logits, tokens, lengths, recurrent
+        states[index] = finish_prefill(states[index], *results, mesh)
 
 
 def prefill_for(
@@ -540,7 +504,9 @@ def prefill_for(
         generator.check_context(longest)
     bucket_size = len(compile_cache.length_bucket(longest)) if shared_lengths else 1
     multiple = first.padding_multiple(longest)
-    tokens, row_lengths = first.pad(prompts, -(-bucket_size // multiple) * multiple)
+    tokens, row_lengths = pad_prompts(
+        prompts, first.batch, -(-bucket_size // multiple) * multiple, first.config.vocab_size
+    )
     lengths = replicate(row_lengths, first.mesh)
     num_queries = [
         max(generator.policies[number].requires.num_prompt_queries(tokens.shape[1]) for generator in generators)

@@ -12,7 +12,7 @@ import kvjax
 from kvjax.distributed.sharding import HEADS, ROWS
 from kvjax_models.runner.decode import append_program, decode_program
 from kvjax_models.runner.generator import Generator
-from kvjax_models.runner.prefill import PrefilledLayer, compression_arguments, prefill_cache, prefill_layer
+from kvjax_models.runner.prefill import PrefilledLayer, prefill_cache, prefill_layer
 from kvjax_models.runner.sequence_parallel import CHUNK_SPEC
 from kvjax_models.runner.state import GenerationState, compact_layer, state_shardings
 from kvjax_models.sharding import KV_SPEC
@@ -34,7 +34,7 @@ def lower_decode(
     model, steps = generator.model, jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
     if sharding is not None:
         model = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), model)
-    # Arguments of the form that `decode_block` passes, so that a state's own program is not compiled again.
+    # Arguments of the form that `decode_groups` passes, so that a state's own program is not compiled again.
     return decode_program.lower(
         model,
         generator.mesh,
@@ -59,8 +59,7 @@ def lower_compression(
     Returns:
         The lowered program.
     """
-    arguments, options = compression_arguments(cache, counters, layer, lengths)
-    return prefill_cache.lower(*arguments, **options)
+    return prefill_cache.lower(cache, counters, lengths, None, layer.inputs_for(cache.policy))
 
 
 def lower_prefill(generator: Generator, tokens: int) -> tuple[jax.stages.Lowered, jax.stages.Lowered]:

@@ -66,12 +66,8 @@ class Plan:
         def set_field(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        for name in ("streaming", "is_suffix"):
-            if not isinstance(flag := getattr(self, name), bool):
-                raise ValueError(f"{name}={shorten(flag)} must be True or False")
-        layers = len(model.config.attention_layers)
-        if not isinstance(policy, Policy) and len(policy) != layers:
-            raise ValueError(f"policy must be one policy, or one for each of {layers} layers, got {len(policy)}")
+        if not isinstance(self.streaming, bool):
+            raise ValueError(f"streaming={shorten(self.streaming)} must be True or False")
         for name, minimum in (("max_prompt_tokens", 1), ("max_new_tokens", 0)):
             set_field(name, check_integer(name, getattr(self, name), minimum))
         set_field("context_tokens", self.context_tokens or self.max_prompt_tokens + self.max_new_tokens)
@@ -84,17 +80,16 @@ class Plan:
             kv_dtype=self.kv_dtype,
             context_tokens=self.context_tokens,
         )
-        by_layer = (policy,) * layers if isinstance(policy, Policy) else policy
+        by_layer = (policy,) * len(specs) if isinstance(policy, Policy) else policy
         set_field("policies", tuple(layer_policy(*layer) for layer in zip(by_layer, specs, strict=True)))
         if self.streaming and (unsupported := [one for one in self.policies if one.requires.entire_prompt]):
             raise ValueError(f"{unsupported[0]} compresses entire prompts; set streaming=False")
         set_field("block_size", min(specs[0].max_new_tokens, *(one.compact_every for one in self.policies)))
+        set_field("specs", tuple(dataclasses.replace(spec, staging_slots=self.block_size) for spec in specs))
         mesh = mesh_of(model)
         shards = 1 if mesh is None else mesh.shape[SEQUENCE]
-        sizes: dict[str, Any] = {"staging_slots": self.block_size, "sequence_shards": shards}
-        layers_of_plan = zip(self.policies, (dataclasses.replace(spec, **sizes) for spec in specs), strict=True)
-        set_field("is_resizable", all(is_resizable(*layer) for layer in layers_of_plan))
-        set_field("specs", tuple(dataclasses.replace(spec, staging_slots=self.block_size) for spec in specs))
+        sharded = (dataclasses.replace(spec, sequence_shards=shards) for spec in self.specs)
+        set_field("is_resizable", all(map(is_resizable, self.policies, sharded)))
 
     @property
     def capacity(self) -> int:
@@ -117,11 +112,7 @@ class Plan:
         return sum(row_read_bytes(policy, spec) for policy, spec in zip(self.policies, self.specs, strict=True))
 
     def held_share(self, tokens: int) -> float:
-        """Returns the share of a sequence's tokens that have a slot, on average over heads and layers without a window.
-
-        Args:
-            tokens: length of the sequence.
-        """
+        """Returns the share of tokens that have a slot, on average over heads and layers without a window."""
         policies = [policy for policy, spec in zip(self.policies, self.specs, strict=True) if spec.window is None]
         return sum(_held_tokens(policy, tokens) for policy in policies) / (len(policies) * tokens)
 
@@ -131,7 +122,6 @@ def rope_tokens(config: LlamaConfig, tokens: int) -> int:
     """Returns the length of sequences that rotary embeddings depend on: one for all lengths of most models.
 
     Args:
-        config: configuration of the model.
         tokens: maximum length of the sequences.
     """
     longest = max(config.max_length, tokens)

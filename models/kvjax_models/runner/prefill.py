@@ -5,7 +5,6 @@ Beyond the caches, the keys and values of a single layer exist at a time.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 import kvjax
 from kvjax.distributed.sharding import HEADS, ROWS
-from kvjax.policy import RepeatedPrompt, Repetition
+from kvjax.policy import Policy, RepeatedPrompt, Repetition
 from kvjax_models.model import flash_attention
 from kvjax_models.model.exact_attention import attend_in_chunks
 from kvjax_models.model.llama import DecoderLayer, Llama, RecurrentLayer
@@ -60,6 +59,59 @@ class PrefilledLayer(NamedTuple):
     predicted_scores: Float[Array, "B H_kv N"] | None = None  # float32 log scores of the tokens
     recurrent: tuple[RecurrentState, ...] = ()  # states of the layers without attention after the prompts
 
+    def inputs_for(self, policy: Policy) -> dict[str, Any]:
+        """Returns the arguments of `kvjax.prefill` that a policy requires."""
+        requires, queries = policy.requires, self.queries
+        if queries is not None and queries.shape[1] > requires.num_prompt_queries(self.keys.shape[1]):
+            queries = kvjax.prompt_queries(policy, queries)
+        return {
+            "keys": self.keys,
+            "values": self.values,
+            "queries": queries,
+            "repeated": None if requires.repetition is None else self.repeated,
+            "sink_logits": self.sink_logits,
+            "predicted_scores": self.predicted_scores if requires.predicted_scores else None,
+        }
+
+
+@dataclasses.dataclass
+class _Repetitions:
+    """Repetitions of the prompts, which are computed after the prompts in every layer.
+
+    Attributes:
+        x: residual stream in chunks.
+        sizes: lengths of the repetitions.
+        inputs: residual stream before each layer with attention, for gradients.
+    """
+
+    repeat: Repetition
+    mesh: Mesh | None
+    sequence_parallel: bool
+    x: Float[Array, "B M C W"]
+    sizes: Int[Array, "B texts"]
+    inputs: list[Float[Array, "B M C W"]] = dataclasses.field(default_factory=list)
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether the weights of the queries are gradients."""
+        return self.repeat.weights == "gradient"
+
+    def compute(
+        self, layer: DecoderLayer, rotary: Rotary, prompt: PrefilledLayer, lengths: Int[Array, "B"]
+    ) -> RepeatedPrompt:
+        """Computes a layer with attention, given its results for the prompts."""
+        if self.needs_gradients:
+            self.inputs.append(jnp.copy(self.x))
+        arrays = self.x, prompt.keys, prompt.values, lengths, self.sizes
+        self.x, repeated = repetition.repeat_layer(
+            layer, self.repeat, rotary, self.mesh, self.sequence_parallel, *arrays
+        )
+        return repeated
+
+    def compute_recurrent(self, layer: RecurrentLayer, state: RecurrentState) -> None:
+        """Computes a layer without attention, given its state after the prompts."""
+        self.x = repetition.repeat_recurrent_layer(layer, self.mesh, self.x, state, self.sizes)
+
 
 def prefill_layers(
     model: Llama,
@@ -76,7 +128,6 @@ def prefill_layers(
     In a hybrid model, only layers with attention count.
 
     Args:
-        model: the decoder.
         tokens: padded prompts; N must be a multiple of `chunk`. Sequence parallelism is used only if N is also a
             multiple of `sequence_parallel.chunk_size`.
         chunk: tokens per chunk on one device.
@@ -103,43 +154,34 @@ def prefill_layers(
             return embed(model, replicate(chunks, mesh))
         return embed(model, shard_array(chunks, NamedSharding(mesh, CHUNK_SPEC)), mesh)
 
-    text_x = sizes = None
-    x = embed_chunks(tokens.reshape(batch, -1, size if sequence_parallel else chunk))
+    x, texts = embed_chunks(tokens.reshape(batch, -1, size if sequence_parallel else chunk)), None
     if repeat is not None:
         block = repetition.BLOCK * (size // chunk if sequence_parallel else 1)
-        texts, text_lengths = repetition.make_repetitions(repeat, tokens, np.asarray(lengths), block)
-        text_x, sizes = embed_chunks(texts.reshape(batch, -1, block)), replicate(text_lengths, mesh)
-    needs_gradients = repeat is not None and repeat.weights == "gradient"
-    if needs_gradients and model.config.recurrent_layers:
-        raise ValueError("the policy scores with gradients, which pass layers with attention only; use another policy")
-    text_inputs: list[Array] = []
+        repeated, text_lengths = repetition.make_repetitions(repeat, tokens, np.asarray(lengths), block)
+        text_x = embed_chunks(repeated.reshape(batch, -1, block))
+        texts = _Repetitions(repeat, mesh, sequence_parallel, text_x, replicate(text_lengths, mesh))
+        if texts.needs_gradients and model.config.recurrent_layers:
+            raise ValueError(
+                "the policy scores with gradients, which pass layers with attention only; use another policy"
+            )
     results: list[PrefilledLayer] = []
     numbers = model.config.attention_layers
-    before, between = model.layers[: numbers[0]], itertools.pairwise((*numbers, model.config.layers))
-    x, text_x, leading = _compute_recurrent_layers(before, mesh, x, lengths, text_x, sizes)
-    following = [model.layers[first + 1 : last] for first, last in between]
-    for index, (number, layer_queries) in enumerate(zip(numbers, num_queries, strict=True)):
+    x, leading = _compute_recurrent_layers(model.layers[: numbers[0]], mesh, x, lengths, texts)
+    ends = (*numbers[1:], model.config.layers)
+    for index, (number, end, layer_queries) in enumerate(zip(numbers, ends, num_queries, strict=True)):
         layer, rotary = model.layers[number], model.config.rotary(number, capacity)
         layer_scorer = None if scorer is None else scorer[index]
         result = prefill_layer(layer, rotary, mesh, sequence_parallel, layer_queries, x, lengths, layer_scorer)
-        x, result = result.x, result._replace(sink_logits=layer.sink_logits)
-        if repeat is not None:
-            if needs_gradients:
-                assert text_x is not None
-                text_inputs.append(jnp.copy(text_x))
-            text_x, repeated = repetition.repeat_layer(
-                layer, repeat, rotary, mesh, sequence_parallel, text_x, result.keys, result.values, lengths, sizes
-            )
-            result = result._replace(repeated=repeated)
-        x, text_x, states = _compute_recurrent_layers(following[index], mesh, x, lengths, text_x, sizes)
-        result = result._replace(x=x, recurrent=states if index else leading + states)
-        if needs_gradients:
+        of_texts = None if texts is None else texts.compute(layer, rotary, result, lengths)
+        x, states = _compute_recurrent_layers(model.layers[number + 1 : end], mesh, result.x, lengths, texts)
+        recurrent = states if index else leading + states
+        result = result._replace(x=x, sink_logits=layer.sink_logits, repeated=of_texts, recurrent=recurrent)
+        if texts is not None and texts.needs_gradients:
             results.append(result)
         else:
             yield result
-    if needs_gradients:
-        assert text_x is not None and sizes is not None
-        yield from _add_gradients(model, results, text_inputs, text_x, lengths, sizes, capacity)
+    if texts is not None and texts.needs_gradients:
+        yield from _add_gradients(model, results, texts, lengths, capacity)
 
 
 def _compute_recurrent_layers(
@@ -147,55 +189,27 @@ def _compute_recurrent_layers(
     mesh: Mesh | None,
     x: Float[Array, "B M C W"],
     lengths: Int[Array, "B"],
-    text_x: Float[Array, "B M C W"] | None,
-    sizes: Int[Array, "B texts"] | None,
-) -> tuple[Float[Array, "B M C W"], Float[Array, "B M C W"] | None, tuple[RecurrentState, ...]]:
-    """Computes consecutive layers without attention.
-
-    Args:
-        layers: the layers; () changes nothing.
-        x: residual stream of the prompts.
-        text_x: residual stream of the repetitions; None without repetitions.
-        sizes: lengths of the repetitions.
-
-    Returns:
-        Both residual streams, and the states of the layers after the prompts.
-    """
+    texts: _Repetitions | None,
+) -> tuple[Float[Array, "B M C W"], tuple[RecurrentState, ...]]:
+    """Returns the residual stream of the prompts after consecutive layers without attention, and their states."""
     states: list[RecurrentState] = []
     for layer in layers:
         x, state = prefill_recurrent_layer(layer, mesh, x, lengths)
         states.append(state)
-        if text_x is not None:
-            text_x = repetition.repeat_recurrent_layer(layer, mesh, text_x, state, sizes)
-    return x, text_x, tuple(states)
+        if texts is not None:
+            texts.compute_recurrent(layer, state)
+    return x, tuple(states)
 
 
 def _add_gradients(
-    model: Llama,
-    layers: Sequence[PrefilledLayer],
-    text_inputs: Sequence[Float[Array, "B M C W"]],
-    text_x: Float[Array, "B M C W"],
-    lengths: Int[Array, "B"],
-    sizes: Int[Array, "B texts"],
-    capacity: int,
+    model: Llama, layers: Sequence[PrefilledLayer], texts: _Repetitions, lengths: Int[Array, "B"], capacity: int
 ) -> list[PrefilledLayer]:
-    """Sets `RepeatedPrompt.query_weights` of all layers to the norms of gradients; see `kvjax.KVgrad`.
-
-    Args:
-        model: the decoder.
-        text_inputs: residual stream of the repetitions before each layer.
-        text_x: residual stream after the last layer.
-        sizes: lengths of the repetitions.
-        capacity: maximum length of the sequences.
-
-    Returns:
-        The results with weights.
-    """
-    gradient, weighted = repetition.final_gradient(text_x, sizes), []
+    """Sets `RepeatedPrompt.query_weights` of all layers to the norms of gradients; see `kvjax.KVgrad`."""
+    gradient, weighted = repetition.final_gradient(texts.x, texts.sizes), []
     for number in reversed(range(len(layers))):
         result, rotary = layers[number], model.config.rotary(number, capacity)
         assert result.repeated is not None
-        arrays = (text_inputs[number], result.keys, result.values, lengths, sizes)
+        arrays = (texts.inputs[number], result.keys, result.values, lengths, texts.sizes)
         gradient, weights = repetition.backpropagate_layer(model.layers[number], rotary, *arrays, gradient)
         weighted.append(result._replace(repeated=dataclasses.replace(result.repeated, query_weights=weights)))
     return weighted[::-1]
@@ -218,44 +232,26 @@ def compress_layer(
     Returns:
         The cache, the counters after the prompt, and the carry for the next layer.
     """
-    arguments, options = compression_arguments(cache, counters, layer, lengths, layer_carry)
-    return prefill_cache(*arguments, **options)
-
-
-def compression_arguments(
-    cache: kvjax.Cache,
-    counters: kvjax.Counters,
-    layer: PrefilledLayer,
-    lengths: Int[Array, "B"],
-    layer_carry: Shaped[Array, "B H_kv *N"] | None = None,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments and options with which `compress_layer` calls `prefill_cache`, given its own arguments."""
-    count = cache.policy.requires.num_prompt_queries(layer.keys.shape[1])
-    queries = layer.queries
-    if queries is not None and queries.shape[1] > count:
-        queries = queries[:, queries.shape[1] - count :] if count else None
-    repeated = None if cache.policy.requires.repetition is None else layer.repeated
-    scores = layer.predicted_scores if cache.policy.requires.predicted_scores else None
-    options = {"repeated": repeated, "sink_logits": layer.sink_logits, "predicted_scores": scores}
-    return (cache, counters, layer.keys, layer.values, lengths, queries, layer_carry), options
+    return prefill_cache(cache, counters, lengths, layer_carry, layer.inputs_for(cache.policy))
 
 
 @functools.partial(jax.jit, donate_argnames=("cache",))
 def prefill_cache(
-    cache: kvjax.Cache, counters: kvjax.Counters, *prompt: Any, **options: Any
+    cache: kvjax.Cache,
+    counters: kvjax.Counters,
+    lengths: Int[Array, "B"],
+    layer_carry: Shaped[Array, "B H_kv *N"] | None,
+    inputs: dict[str, Any],
 ) -> tuple[kvjax.Cache, kvjax.Counters, Shaped[Array, "B H_kv *N"] | None]:
     """Calls `kvjax.prefill` in a compiled program that does not donate the counters, which all layers share.
 
     Args:
-        cache: empty cache; donated.
-        counters: counters of all layers, before the prompt.
-        *prompt: arguments of `kvjax.prefill` after the counters.
-        **options: options of `kvjax.prefill`.
+        inputs: further arguments of `kvjax.prefill` (`PrefilledLayer.inputs_for`).
 
     Returns:
-        As `compress_layer`.
+        The results of `compress_layer`.
     """
-    return kvjax.prefill(cache, counters, *prompt, **options)
+    return kvjax.prefill(cache, counters, lengths=lengths, layer_carry=layer_carry, **inputs)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",))
@@ -263,7 +259,6 @@ def embed(model: Llama, tokens: Int[Array, "*N"], mesh: Mesh | None = None) -> F
     """Computes embeddings.
 
     Args:
-        model: the decoder.
         mesh: for sequence parallelism: every device gathers the table and looks up its own tokens.
 
     Returns:
@@ -303,18 +298,16 @@ def prefill_layer(
     """
     if mesh is None or not sequence_parallel:
         x = constrain_to_batch(x, mesh)
-        x, keys, values, queries, scores = _prefill_chunks(
-            rotary, mesh, [DeviceGroup()], num_queries, layer, x, lengths, scorer
-        )
-        if scores is not None and mesh is not None:
+        result = _prefill_chunks(rotary, mesh, [DeviceGroup()], num_queries, layer, x, lengths, scorer)
+        if (scores := result.predicted_scores) is not None and mesh is not None:
             scores = jax.lax.with_sharding_constraint(scores, NamedSharding(mesh, KV_SPEC))
-        return PrefilledLayer(constrain_to_batch(x, mesh), keys, values, queries, predicted_scores=scores)
+        return result._replace(x=constrain_to_batch(result.x, mesh), predicted_scores=scores)
     groups = [DeviceGroup.from_mesh(mesh, head_counts(layer), always) for always in (False, True)]
     prefill = functools.partial(_prefill_chunks, rotary, None, groups, num_queries)
-    specs = (CHUNK_SPEC, ROWS, PartitionSpec()), (CHUNK_SPEC, HEADS, HEADS, HEADS, KV_SPEC)
+    results: Any = PrefilledLayer(*(CHUNK_SPEC, HEADS, HEADS, HEADS), predicted_scores=KV_SPEC)  # type: ignore[arg-type]
+    specs = (CHUNK_SPEC, ROWS, PartitionSpec()), results
     run = with_gathered_parameters(prefill, mesh, layer, layer.attention.query_heads, *specs)
-    x, keys, values, queries, scores = run(x, lengths, scorer)
-    return PrefilledLayer(x, keys, values, queries, predicted_scores=scores)
+    return run(x, lengths, scorer)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("x",))
@@ -347,7 +340,6 @@ def last_logits(model: Llama, x: Float[Array, "B M C W"], lengths: Int[Array, "B
     """Returns the logits after each prompt's last token.
 
     Args:
-        model: the decoder.
         x: residual stream after the last layer, in chunks.
     """
     chunk, offset = (index[:, None, None] for index in jnp.divmod(lengths - 1, x.shape[2]))
@@ -466,13 +458,7 @@ def _prefill_chunks(
     x: Float[Array, "B M c W"],
     lengths: Int[Array, "B"],
     scorer: Float[Array, "W+2 H_kv"] | None,
-) -> tuple[
-    Float[Array, "B M c W"],
-    Float[Array, "B N h D"],
-    Float[Array, "B N h D"],
-    Float[Array, "B w h D"] | None,
-    Float[Array, "B h N"] | None,
-]:
+) -> PrefilledLayer:
     """Returns the results of `prefill_layer` for this device's tokens.
 
     Attention is shared as in the first group that a kernel supports. With a mesh, the compiler partitions projections.
@@ -495,7 +481,7 @@ def _prefill_chunks(
         x = jax.lax.platform_dependent(*args, default=chunked.attend_by_chunks, **kernels)
     else:
         x = chunked.attend_by_chunks(*args)
-    return x, keys, values, queries, scores
+    return PrefilledLayer(x, keys, values, queries, predicted_scores=scores)
 
 
 def _last_queries(

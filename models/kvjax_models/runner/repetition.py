@@ -37,7 +37,6 @@ def make_repetitions(
 
     Args:
         repeat: chunk size and surrounding tokens.
-        tokens: padded prompts.
         multiple: the number of tokens of a row's texts is a multiple of it.
 
     Returns:

@@ -40,9 +40,5 @@ def pad_prompts(
 
 
 def trim_rows(rows: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    """Returns the rows of a padded array without padding.
-
-    Args:
-        rows: padded array.
-    """
+    """Returns the rows of a padded array without padding."""
     return [row[:length] for row, length in zip(rows, lengths, strict=True)]

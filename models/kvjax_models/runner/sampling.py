@@ -109,7 +109,6 @@ class Sampling:
 
 
 def _schema_text(schema: Any) -> str | None:
-    """Returns a schema as JSON."""
     if schema is None:
         return None
     try:
@@ -185,7 +184,6 @@ def row_sampling(samplings: Sequence[Sampling], vocab_size: int, mesh: Mesh | No
     """Returns the parameters of rows without tokens.
 
     Args:
-        samplings: parameters of each row.
         mesh: mesh on which the arrays are replicated; None for a single device.
 
     Returns:
@@ -261,21 +259,10 @@ def sample(logits: Float[Array, "B V"], keys: Key[Array, "B"], sampling: RowSamp
     Args:
         logits: finite logits of any float dtype (see `is_finite`); computed in float32.
         keys: one typed key per row (`jax.random.key`), new for every step.
-        sampling: parameters of the rows.
 
     Returns:
         The tokens.
-
-    Raises:
-        ValueError: if shapes or dtypes of logits and keys are invalid.
     """
-    if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise ValueError(f"logits must be floats of shape [B, V], got {logits.dtype}{list(logits.shape)}")
-    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or keys.shape != logits.shape[:1]:
-        raise ValueError(
-            f"keys must be {logits.shape[0]} typed keys, one per row (jax.random.split(key, B)), got "
-            f"{keys.dtype}{list(keys.shape)}"
-        )
     logits = logits.astype(jnp.float32)
     # Conditionals, because passes over the vocabulary and above all the sort cost time that most steps do not need.
     penalizes = (
@@ -295,7 +282,6 @@ def is_finite(logits: Float[Array, "B V"]) -> Bool[Array, "B"]:
 
 
 def _penalize(logits: Float[Array, "B V"], sampling: RowSampling) -> Float[Array, "B V"]:
-    """Applies the penalties."""
     factor = sampling.repetition_penalty[:, None]
     occurs = sampling.counts > 0
     repeated = jnp.where(logits > 0, logits / factor, logits * factor)

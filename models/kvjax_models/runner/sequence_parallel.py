@@ -36,8 +36,6 @@ def chunk_size(model: Llama, mesh: Mesh | None, batch: int, tokens: int, chunk: 
     """Chooses between tensor and sequence parallelism.
 
     Args:
-        model: the decoder.
-        batch: number of batch rows.
         tokens: length of the longest prompt.
         chunk: tokens per chunk on one device.
 
@@ -61,7 +59,7 @@ def with_gathered_parameters(
     parameters: Any,
     query_heads: int,
     in_specs: tuple[PartitionSpec, ...],
-    out_specs: PartitionSpec | tuple[PartitionSpec, ...],
+    out_specs: Any,
 ) -> Callable[..., Any]:
     """Wraps a function in `shard_map` so that every device gathers the parameters and calls it with its own tokens.
 
@@ -245,9 +243,5 @@ def join_chunks(chunks: Shaped[Array, "M B C *D"]) -> Shaped[Array, "B N *D"]:
 
 
 def split_into_chunks(x: Shaped[Array, "B N *D"], chunks: int) -> Shaped[Array, "M B C *D"]:
-    """Returns tokens as chunks; the inverse of `join_chunks`.
-
-    Args:
-        x: tokens.
-    """
+    """Returns tokens as chunks; the inverse of `join_chunks`."""
     return x.reshape(x.shape[0], chunks, -1, *x.shape[2:]).swapaxes(0, 1)

@@ -25,7 +25,7 @@ from kvjax.state import count_row_faults, fault, row_randomness, state, static
 from kvjax_models.model.config import LlamaConfig
 from kvjax_models.model.llama import Llama
 from kvjax_models.model.recurrent import RecurrentSizes, RecurrentState
-from kvjax_models.runner.sampling import RowSampling, Sampling, is_finite, row_sampling, with_prompt
+from kvjax_models.runner.sampling import RowSampling, is_finite, with_prompt
 from kvjax_models.sharding import constrain_replicated, constrain_states, constrain_to_batch
 
 
@@ -75,8 +75,6 @@ def cache_specs(
     """Returns the cache spec of every layer with attention.
 
     Args:
-        model: the decoder.
-        batch: number of batch rows.
         max_prompt_tokens: maximum length of the first prompt.
         max_new_tokens: maximum number of tokens after it.
         streaming: whether the prompt is appended in blocks; its tokens then count as new ones.
@@ -104,37 +102,6 @@ def cache_specs(
             layers=len(config.attention_layers),
         )
         for index, number in enumerate(config.attention_layers)
-    )
-
-
-def init_state(
-    layers: Sequence[tuple[kvjax.Cache, kvjax.Counters]],
-    vocab_size: int,
-    mesh: Mesh | None,
-    seeds: Int[np.ndarray, "B 2"],
-    samplings: Sequence[Sampling],
-    context_tokens: int,
-    recurrent: tuple[RecurrentState, ...] = (),
-) -> GenerationState:
-    """Creates the state of sequences without tokens.
-
-    Args:
-        layers: caches of all layers with their counters (`init_layers`).
-        seeds: seeds of the rows (`row_seeds`).
-        samplings: parameters of sampling of every row.
-        context_tokens: maximum number of tokens of a sequence.
-        recurrent: states of the layers without caches (`init_recurrent`).
-
-    Returns:
-        The state.
-    """
-    return GenerationState(
-        layers=tuple(cache for cache, _ in layers),
-        counters=layers[-1][1],
-        sampling=row_sampling(samplings, vocab_size, mesh),
-        recurrent=recurrent,
-        context_tokens=context_tokens,
-        **_init_rows(vocab_size, mesh, seeds),
     )
 
 
@@ -187,12 +154,7 @@ def _init_layer(
 def init_recurrent(
     config: LlamaConfig, batch: int, dtype: jax.typing.DTypeLike, mesh: Mesh | None = None
 ) -> tuple[RecurrentState, ...]:
-    """Returns the recurrent states of sequences without tokens; () for models that are not hybrid.
-
-    Args:
-        config: configuration of the model.
-        batch: number of batch rows.
-    """
+    """Returns the recurrent states of sequences without tokens; () for models that are not hybrid."""
     return tuple(_init_recurrent(config.recurrence, batch, jnp.dtype(dtype), mesh) for _ in config.recurrent_layers)
 
 
@@ -202,7 +164,7 @@ def _init_recurrent(sizes: RecurrentSizes, batch: int, dtype: np.dtype, mesh: Me
 
 
 @functools.partial(jax.jit, static_argnames=("vocab_size", "mesh"))
-def _init_rows(vocab_size: int, mesh: Mesh | None, seeds: Int[Array, "B 2"]) -> dict[str, Array]:
+def init_rows(vocab_size: int, mesh: Mesh | None, seeds: Int[Array, "B 2"]) -> dict[str, Array]:
     """Returns the fields of an empty state that are not caches."""
     batch = seeds.shape[0]
     fields = {
@@ -267,7 +229,8 @@ def finish_prefill(
     logits: Float[Array, "B V"],
     tokens: Int[Array, "B N"],
     lengths: Int[Array, "B"],
-    recurrent: Sequence[RecurrentState] = (),
+    recurrent: Sequence[RecurrentState],
+    mesh: Mesh | None,
 ) -> GenerationState:
     """Returns the state after prefill, with its own buffers because decoding donates them.
 
@@ -276,8 +239,14 @@ def finish_prefill(
         logits: logits after each prompt's last token.
         tokens: padded tokens of the prompts.
         recurrent: recurrent states after the prompts.
+
+    Returns:
+        The state in its sharding.
+
+    Raises:
+        ValueError: if the logits are not finite.
     """
-    return dataclasses.replace(
+    new_state = dataclasses.replace(
         state,
         layers=tuple(caches),
         recurrent=jax.tree.map(jnp.copy, tuple(recurrent)),
@@ -287,6 +256,9 @@ def finish_prefill(
         sampling=_with_prompt(state.sampling, tokens, lengths),
         not_finite=state.not_finite + ~is_finite(logits),
     )
+    new_state = shard_state(new_state, mesh)
+    check_finite(new_state)
+    return new_state
 
 
 _with_prompt = jax.jit(with_prompt, donate_argnames=("sampling",))
@@ -352,24 +324,15 @@ def constrain_state(state: GenerationState, mesh: Mesh | None) -> GenerationStat
 
 
 def shard_state(state: GenerationState, mesh: Mesh | None) -> GenerationState:
-    """Returns the state in its sharding, checked for finite logits.
+    """Returns the state in its sharding.
 
     Args:
         state: a state; donated on a mesh.
     """
-    state = state if mesh is None else shard_on_mesh(state, mesh)
-    check_finite(state)
-    return state
+    return state if mesh is None else _shard_on_mesh(state, mesh)
 
 
-@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
-def shard_on_mesh(state: GenerationState, mesh: Mesh) -> GenerationState:
-    """Returns the state in its sharding.
-
-    Args:
-        state: a state; donated.
-    """
-    return constrain_state(state, mesh)
+_shard_on_mesh = jax.jit(constrain_state, static_argnames=("mesh",), donate_argnames=("state",))
 
 
 def commit_to_device(state: GenerationState, mesh: Mesh | None) -> GenerationState:
@@ -381,4 +344,4 @@ def commit_to_device(state: GenerationState, mesh: Mesh | None) -> GenerationSta
     return state if mesh is not None else jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
 
 
-PROGRAMS = (_init_layer, _init_rows, _init_recurrent, compact_layer, count_faults, shard_on_mesh)
+PROGRAMS = (_init_layer, init_rows, _init_recurrent, compact_layer, count_faults, _shard_on_mesh)
