@@ -102,20 +102,19 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     name: str | None = None
     tool_calls: list[CalledTool] = []
     tool_call_id: str | None = None
-    refusal: _Empty = ()  # type: ignore[assignment]
-    annotations: _Empty = ()  # type: ignore[assignment]
-    audio: _Empty = ()  # type: ignore[assignment]
-    function_call: _Empty = ()  # type: ignore[assignment]
+    refusal: _Empty = []
+    annotations: _Empty = []
+    audio: _Empty = []
+    function_call: _Empty = []
 
     def as_message(self) -> Message:
-        """Returns role, content as text, and what else the message has, as chat templates take it."""
+        """Returns the fields that the message has as chat templates take them: with the content as text."""
         content = self.content
         if content is None and self.role != "assistant":
             raise RequestError("content of messages must be a text or a list of text parts", param="messages")
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
-        message: dict[str, Any] = {"role": self.role, "content": content or ""}
-        message |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
+        message: dict[str, Any] = {**msgspec.to_builtins(self), "content": content or ""}
         if self.tool_calls:
             message["tool_calls"] = [one.as_call() for one in self.tool_calls]
         return message
@@ -197,7 +196,7 @@ class _Generation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    stop: _Stop | Annotated[list[_Stop], msgspec.Meta(max_length=16)] = ()  # type: ignore[assignment]
+    stop: _Stop | Annotated[list[_Stop], msgspec.Meta(max_length=16)] = []
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
     logit_bias: dict[str, float] = {}
@@ -381,6 +380,9 @@ class CompletionRequest(_Generation, kw_only=True):
         tokenizer = llm.tokenizer
         encode = functools.partial(tokenizer.encode_continuation, context=document.tokens)
         return [encode(tokenizer.escape(one)) if isinstance(one, str) else one for one in parts]
+
+
+GenerationRequest = ChatRequest | CompletionRequest
 
 
 class DocumentRequest(msgspec.Struct, forbid_unknown_fields=True):
