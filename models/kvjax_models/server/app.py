@@ -2,11 +2,10 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import pathlib
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -30,7 +29,7 @@ from kvjax_models.server.answers import Format, TokenBytes
 from kvjax_models.server.conversations import digests
 from kvjax_models.server.documents import Documents
 from kvjax_models.server.errors import RequestError, as_request_error
-from kvjax_models.server.guard import Guard
+from kvjax_models.server.guard import Access, Guard
 from kvjax_models.server.log import RequestLog, add_details
 from kvjax_models.server.metrics import Metrics
 from kvjax_models.server.reply import Reply
@@ -45,23 +44,6 @@ _BODY_SECONDS = 60  # to receive a body
 STOP_SECONDS = 10  # to end a step of the worker
 
 
-@dataclasses.dataclass(frozen=True)
-class Access:
-    """Who may send what.
-
-    Attributes:
-        hosts: names of the server in Host headers.
-        origins: origins of web pages that may send requests.
-        api_key: key of clients; None for no check.
-        max_body_bytes: maximum size of a request's body.
-    """
-
-    hosts: Sequence[str] = ()
-    origins: Sequence[str] = ()
-    api_key: str | None = dataclasses.field(default=None, repr=False)
-    max_body_bytes: int = 4 * 2**20
-
-
 def make_app(worker: Worker, model_name: str, access: Access) -> Starlette:
     """Returns the application, which starts and stops the worker."""
     handlers = _Handlers(worker, model_name, access.max_body_bytes)
@@ -73,8 +55,7 @@ def make_app(worker: Worker, model_name: str, access: Access) -> Starlette:
         worker.stop()
         await asyncio.to_thread(worker.join, STOP_SECONDS)
 
-    middleware = [Middleware(RequestLog)]
-    middleware.append(Middleware(Guard, hosts=access.hosts, origins=access.origins, api_key=access.api_key))
+    middleware = [Middleware(RequestLog), Middleware(Guard, access=access)]
     if access.origins:
         cors: dict[str, Any] = {"allow_origins": access.origins, "allow_methods": ["*"], "allow_headers": ["*"]}
         middleware.append(Middleware(CORSMiddleware, **cors))

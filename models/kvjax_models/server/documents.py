@@ -103,13 +103,13 @@ class Documents:
             return self.held_bytes
         return 0 if document is None else document.prefix.held_bytes
 
-    def make_room(self, needed: int) -> None:
-        """Leaves documents to the directory until some bytes are free; the one used most recently stays."""
+    def make_room(self) -> None:
+        """Frees the memory that rows need: of conversations, and of documents that are saved, except the last used."""
         limit = self._settings.cache_bytes
-        if limit is None or self._directory is None:
-            return
-        while len(self) > 1 and self.held_bytes + needed > limit:
-            self._in_memory.popitem(last=False)
+        if limit is not None and self._directory is not None:
+            while len(self) > 1 and self.held_bytes + self._row_bytes() > limit:
+                self._in_memory.popitem(last=False)
+        self._conversations.trim()
 
     def get(self, name: str) -> Document:
         """Returns a document, which is read from the directory if it is not in memory.
@@ -293,8 +293,7 @@ class Documents:
     def _insert(self, name: str, document: Document) -> None:
         """Holds a document in memory; the ones used least recently are in the directory only."""
         self._in_memory[name], self._used[name] = document, time.time()
-        self.make_room(self._row_bytes())
-        self._conversations.trim()
+        self.make_room()
 
     def _save(self, document: Document, path: pathlib.Path) -> None:
         """Writes a document; a failure leaves nothing."""

@@ -461,8 +461,7 @@ class Worker:
         assert self._jobs is not None and self.documents is not None
         if not self._jobs.engine.has_unfinished:
             return
-        self.documents.make_room(self._row_bytes())
-        self.conversations.trim()
+        self.documents.make_room()
         self._limit_rows(self.held_bytes + self.conversations.held_bytes)
         try:
             self._jobs.step()
