@@ -76,6 +76,9 @@ def test_generate_asks_a_saved_document(kvjax, answer, tmp_path):
     question.write_text(QUESTION)
     saved = kvjax("generate", MODEL, f"--prompt_file={context}", "--max_new_tokens=64", f"--save_document={document}")
     assert "tokens read and saved" in saved.err
+    with pytest.warns(UserWarning, match="is the name of a file") as hints:
+        kvjax("generate", MODEL, f"--prompt={context}", "--max_new_tokens=64", f"--save_document={tmp_path / 'name'}")
+    assert len(hints) == 1
     with pytest.raises(SystemExit, match="already has a saved document; open it"):
         kvjax("generate", MODEL, "--prompt=another text", f"--save_document={document}")
     with pytest.raises(SystemExit, match=r"--policy is that of the saved document, Document.*policy='exact'"):
