@@ -304,7 +304,7 @@ def test_flags_may_have_hyphens(kvjax, tmp_path):
     args = ("generate", MODEL, "--max-new-tokens=2", "--policy=uniform:recent=1@64 slots")
     expected = kvjax(*args, "--prompt-file", str(tmp_path / "prompt-file")).out
     assert kvjax(*args, f"--prompt-file={tmp_path / 'prompt-file'}").out == expected
-    options = cli.parse(["kvjax", "generate", "--prompt=--a-b", "--max-new-tokens=3"]).command
+    options = cli.parse(["kvjax", "generate", "--prompt=--a-b", "--max-new-tokens=3"])
     assert (options.prompt, options.max_new_tokens) == ("--a-b", 3)
 
 
