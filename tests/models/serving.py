@@ -11,7 +11,8 @@ import time
 import pytest
 import uvicorn
 
-from kvjax_models.server.app import Access, make_app
+from kvjax_models.server.app import make_app
+from kvjax_models.server.guard import Access
 from kvjax_models.server.settings import Settings
 from kvjax_models.server.worker import Worker
 from tests.models.support import start_python

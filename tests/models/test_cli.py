@@ -76,6 +76,9 @@ def test_generate_asks_a_saved_document(kvjax, answer, tmp_path):
     question.write_text(QUESTION)
     saved = kvjax("generate", MODEL, f"--prompt_file={context}", "--max_new_tokens=64", f"--save_document={document}")
     assert "tokens read and saved" in saved.err
+    with pytest.warns(UserWarning, match="is the name of a file") as hints:
+        kvjax("generate", MODEL, f"--prompt={context}", "--max_new_tokens=64", f"--save_document={tmp_path / 'name'}")
+    assert len(hints) == 1
     with pytest.raises(SystemExit, match="already has a saved document; open it"):
         kvjax("generate", MODEL, "--prompt=another text", f"--save_document={document}")
     with pytest.raises(SystemExit, match=r"--policy is that of the saved document, Document.*policy='exact'"):
@@ -301,7 +304,7 @@ def test_flags_may_have_hyphens(kvjax, tmp_path):
     args = ("generate", MODEL, "--max-new-tokens=2", "--policy=uniform:recent=1@64 slots")
     expected = kvjax(*args, "--prompt-file", str(tmp_path / "prompt-file")).out
     assert kvjax(*args, f"--prompt-file={tmp_path / 'prompt-file'}").out == expected
-    options = cli.parse(["kvjax", "generate", "--prompt=--a-b", "--max-new-tokens=3"]).command
+    options = cli.parse(["kvjax", "generate", "--prompt=--a-b", "--max-new-tokens=3"])
     assert (options.prompt, options.max_new_tokens) == ("--a-b", 3)
 
 

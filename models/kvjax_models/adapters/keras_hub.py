@@ -112,7 +112,7 @@ def init_caches(
     make = vars(causal_lm).get("make_generate_function")
     if make is None:
         raise ValueError("the model is not compressed; call compress first")
-    return make.__self__.init_caches(batch, max_length, *_cache_sizes(prompt_tokens, prompt_tokens, max_length))
+    return make.__self__.init_caches(batch, max_length, _cache_sizes(prompt_tokens, prompt_tokens, max_length))
 
 
 def _cache_sizes(shortest: int, longest: int, max_length: int) -> tuple[int, int]:
@@ -141,7 +141,6 @@ class _ForwardPass:
         caches: caches of the layers, with the updates so far.
         counters: counters of all layers before the pass.
         counters_after: counters of all layers after the pass.
-        layer_carry: carry of the last prefilled layer.
     """
 
     def __init__(
@@ -158,7 +157,7 @@ class _ForwardPass:
             texts: repetitions of the prompts.
         """
         self.caches, self.lengths, self.texts = list(caches), lengths, texts
-        self.layer_carry: Array | None = None
+        self.prompt_layers = layers.PromptLayers()
         self.counters = self.counters_after = counters
 
     def prefill(self, layer: "_Layer", query: Array, key: Array, value: Array, mask: Array, **options: Any) -> Array:
@@ -171,7 +170,7 @@ class _ForwardPass:
         Returns:
             The attention output.
         """
-        texts = self.texts
+        texts, number = self.texts, layer.spec.layer
         tokens = query.shape[1] - (0 if texts is None else texts.tokens[0].size)
         parts = [(x[:, :tokens], x[:, tokens:]) for x in (query, key, value)]
         (query, text_query), (key, text_key), (value, text_value) = parts
@@ -179,13 +178,12 @@ class _ForwardPass:
         query, key, value = layer.arrange(query, key, value)
         if texts is not None:
             text_query, text_key, text_value = layer.arrange(text_query, text_key, text_value)
-            offsets = (self.lengths[:, None] - tokens - jnp.arange(text_query.shape[1])) + jnp.arange(
-                text_query.shape[1]
-            ) % texts.tokens.shape[2]
+            positions = jnp.arange(text_query.shape[1])
+            offsets = self.lengths[:, None] - tokens - positions + positions % texts.tokens.shape[2]
             frequencies = layer.spec.rope_frequencies or ()
             text_query, text_key = (layers.shift_rope(x, offsets, frequencies) for x in (text_query, text_key))
             text_attended, repeated = layers.attend_to_repetitions(
-                self.caches[layer.number],
+                self.caches[number],
                 text_query,
                 (key, value),
                 (text_key, text_value),
@@ -193,8 +191,8 @@ class _ForwardPass:
                 jnp.asarray(texts.lengths),
             )
             attended = jnp.concatenate([attended, text_attended.astype(attended.dtype)], axis=1)
-        self.caches[layer.number], self.counters_after, self.layer_carry = layers.prefill(
-            self.caches[layer.number], self.counters, query, key, value, self.lengths, self.layer_carry, repeated
+        self.caches[number], self.counters_after = self.prompt_layers.prefill(
+            number, self.caches[number], self.counters, query, key, value, self.lengths, repeated=repeated
         )
         return attended
 
@@ -209,8 +207,8 @@ class _ForwardPass:
         Returns:
             The attention output.
         """
-        cache, arranged = self.caches[layer.number], layer.arrange(query, key, value)
-        attended, self.caches[layer.number], self.counters_after = kvjax.step(
+        cache, arranged = self.caches[layer.spec.layer], layer.arrange(query, key, value)
+        attended, self.caches[layer.spec.layer], self.counters_after = kvjax.step(
             cache, self.counters, *arranged, self.lengths, compact_when_full=False
         )
         return attended.astype(query.dtype)
@@ -223,28 +221,22 @@ class _Layer:
     Attributes:
         module: keras-hub's layer.
         attend: its attention function of queries, keys, values and a mask.
-        number: number of the layer.
         spec: its cache spec, for one row and one token.
-        is_interleaved: whether its heads store RoPE's pairs at dimensions 2i and 2i + 1.
     """
 
     module: Any
     attend: Callable[..., Array]
-    number: int
     spec: kvjax.CacheSpec
-    is_interleaved: bool
 
     def arrange(self, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
         """Returns queries, keys and values as kvjax expects them: one per KV head, pairs at dimensions i and i + D/2.
 
         Args:
-            query: queries.
-            key: keys, which some families repeat for every query head.
-            value: values, repeated likewise.
+            key: keys, which some families repeat for every query head, like the values.
         """
         repeats = key.shape[2] // self.spec.kv_heads
         key, value = key[:, :, ::repeats], value[:, :, ::repeats]
-        if self.is_interleaved:
+        if type(self.module).__name__ == "CachedGemmaAttention":  # RoPE's pairs are at dimensions 2i and 2i + 1
             query, key = (jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1) for x in (query, key))
         return query, key, value
 
@@ -268,13 +260,7 @@ def _attention_layers(causal_lm: Any) -> tuple[_Layer, ...]:
     if any(getattr(module, "use_bidirectional_attention", False) for module in modules):
         raise ValueError("the model attends in both directions and generates no text")
     return tuple(
-        _Layer(
-            module,
-            module._compute_attention,
-            number,
-            _layer_spec(module, number, len(modules)),
-            type(module).__name__ == "CachedGemmaAttention",
-        )
+        _Layer(module, module._compute_attention, _layer_spec(module, number, len(modules)))
         for number, module in enumerate(modules)
     )
 
@@ -286,7 +272,6 @@ def _layer_spec(module: Any, number: int, num_layers: int) -> kvjax.CacheSpec:
     kv_heads = first("num_key_value_heads", "_num_key_value_heads")
     head_dim = first("query_dense", "_query_dense").kernel.shape[-1]
     rotary = first("rotary_embedding_layer", "rope_layer")
-    window = first("sliding_window_size", "_sliding_window") if _has_window(module) else None
     scale = None
     if not getattr(module, "query_head_dim_normalize", True):
         scale = (module.hidden_dim // query_heads) ** -0.5
@@ -300,7 +285,7 @@ def _layer_spec(module: Any, number: int, num_layers: int) -> kvjax.CacheSpec:
         dtype=jnp.dtype(module.compute_dtype),
         scale=scale,
         logit_cap=getattr(module, "logit_soft_cap", None),
-        window=window,
+        window=_window(module),
         rope_frequencies=tuple(np.asarray(rotary._get_inverse_freq(head_dim), np.float32).tolist()),
         layer=number,
         layers=num_layers,
@@ -312,12 +297,13 @@ def _first_attribute(module: Any, *names: str) -> Any:
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
-def _has_window(module: Any) -> bool:
-    """Returns whether an attention layer has a sliding window and keras-hub applies it."""
+def _window(module: Any) -> int | None:
+    """Returns the sliding window of an attention layer, if keras-hub applies it."""
     if type(module).__name__ in ("QwenAttention", "Qwen3Attention") and fused_attention_op_available():
-        return False  # these families ignore their window in the fused attention of Keras
-    size = getattr(module, "sliding_window_size", getattr(module, "_sliding_window", None))
-    return getattr(module, "use_sliding_window_attention", True) and bool(size)
+        return None  # these families ignore their window in the fused attention of Keras
+    if not getattr(module, "use_sliding_window_attention", True):
+        return None
+    return getattr(module, "sliding_window_size", getattr(module, "_sliding_window", None)) or None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -331,42 +317,22 @@ class _CompressedModel:
     kv_dtype: Any
     seed: int
 
-    def specs(self, batch: int, max_prompt_tokens: int, max_new_tokens: int) -> list[kvjax.CacheSpec]:
-        """Returns the cache specs of all layers.
+    def plan(self, batch: int, max_length: int, sizes: tuple[int, int]) -> tuple[Policy, list[kvjax.CacheSpec]]:
+        """Returns the policy and the cache specs of all layers.
 
         Args:
-            batch: number of batch rows.
-            max_prompt_tokens: maximum length of a prompt.
-            max_new_tokens: maximum number of tokens after it.
+            max_length: length of a sequence, to which a share of the budget refers.
+            sizes: maximum numbers of prompt tokens and of new tokens.
         """
-        sizes: dict[str, Any] = {"max_prompt_tokens": max_prompt_tokens, "max_new_tokens": max_new_tokens}
-        return [
-            dataclasses.replace(layer.spec, batch=batch, kv_dtype=self.kv_dtype, **sizes)
-            for layer in self.attention_layers
-        ]
-
-    def fit_policy(self, specs: list[kvjax.CacheSpec], tokens: int) -> Policy:
-        """Returns the policy for caches.
-
-        Args:
-            specs: cache specs of all layers.
-            tokens: length of a sequence, to which a share of the budget refers.
-        """
-        return layers.fit_policy(self.policy, self.budget, specs[0], tokens)
+        options = {"batch": batch, "max_prompt_tokens": sizes[0], "max_new_tokens": sizes[1], "kv_dtype": self.kv_dtype}
+        specs = [dataclasses.replace(layer.spec, **options) for layer in self.attention_layers]
+        return layers.fit_policy(self.policy, self.budget, specs[0], max_length), specs
 
     def init_caches(
-        self, batch: int, max_length: int, max_prompt_tokens: int, max_new_tokens: int
+        self, batch: int, max_length: int, sizes: tuple[int, int]
     ) -> tuple[tuple[kvjax.Cache, kvjax.Counters], ...]:
-        """Returns the empty caches of all layers, with counters.
-
-        Args:
-            batch: number of batch rows.
-            max_length: maximum length of a sequence.
-            max_prompt_tokens: maximum length of a prompt.
-            max_new_tokens: maximum number of tokens after it.
-        """
-        specs = self.specs(batch, max_prompt_tokens, max_new_tokens)
-        return layers.init_caches(self.fit_policy(specs, max_length), specs, self.seed)
+        """Returns the empty caches of all layers, with counters; see `plan` for the arguments."""
+        return layers.init_caches(*self.plan(batch, max_length, sizes), self.seed)
 
     def make_generate_function(self) -> Callable[..., dict[str, Array]]:
         """Returns the function that generates a batch; replaces `CausalLM.make_generate_function`."""
@@ -391,7 +357,8 @@ class _CompressedModel:
         if not (lengths > 0).all() or (mask != (np.arange(max_length) < lengths[:, None])).any():
             raise ValueError("prompts must not be empty, and padding must follow them")
         sizes = _cache_sizes(int(lengths.min()), int(lengths.max()), max_length)
-        repetition = merge_requirements(self._layer_policies(max_length, sizes)).repetition
+        policy, specs = self.plan(1, max_length, sizes)
+        repetition = merge_requirements([layer_policy(policy, spec) for spec in specs]).repetition
         texts = None if repetition is None else layers.Repetitions(*make_repetitions(repetition, tokens, lengths))
         variables = self._variables()
         values = [[variable.value for variable in group] for group in variables]
@@ -403,12 +370,6 @@ class _CompressedModel:
         for variable, value in zip(variables[0], sampler_values, strict=True):
             variable.assign(value)
         return outputs
-
-    def _layer_policies(self, max_length: int, sizes: tuple[int, int]) -> list[Policy]:
-        """Returns the policy of every layer."""
-        specs = self.specs(1, *sizes)
-        policy = self.fit_policy(specs, max_length)
-        return [layer_policy(policy, spec) for spec in specs]
 
     def _variables(self) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns the variables of the sampler, and the trainable and other variables of the model."""
@@ -494,7 +455,7 @@ class _Generation:
 
     def _prefill(self, token_ids: Int[Array, "B T"], empty_cache: Any) -> tuple[Array, Array, tuple[Array, ...]]:
         """Processes the prompts and returns no logits, hidden states [B, N, W] and the packed caches."""
-        caches, counters = zip(*self.compressed.init_caches(self.batch, self.max_length, *self.sizes), strict=True)
+        caches, counters = zip(*self.compressed.init_caches(self.batch, self.max_length, self.sizes), strict=True)
         forward = _ForwardPass(caches, counters[0], self.lengths, self.texts)
         # Keys and values of a single token, which is all that decoding needs of keras-hub's cache.
         self.single_token_cache = jax.tree.map(lambda x: x[:1, ..., :1, :, :], empty_cache)
@@ -553,7 +514,7 @@ class _Generation:
         def add(field: ArrayField, leaf: Array) -> Array:
             """Appends one array `leaf` to `packed`; its `field` declares the batch axis."""
             axis = field.batch_axis
-            leaf = jnp.broadcast_to(leaf, (batch, *leaf.shape)) if axis is None else _move(leaf, axis, 0)
+            leaf = jnp.broadcast_to(leaf, (batch, *leaf.shape)) if axis is None else jnp.moveaxis(leaf, axis, 0)
             packed.append(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
             return leaf
 
@@ -569,17 +530,13 @@ class _Generation:
             array = next(arrays)
             if _is_key(leaf):
                 array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
-            return array[0] if field.batch_axis is None else _move(array, 0, field.batch_axis)
+            return array[0] if field.batch_axis is None else jnp.moveaxis(array, 0, field.batch_axis)
 
         return map_fields(take, self.carried)
 
 
 def _is_key(x: Array) -> bool:
     return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _move(x: Array, source: int, destination: int) -> Array:
-    return x if source == destination else jnp.moveaxis(x, source, destination)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,9 +60,9 @@ def init_caches(
     """
     policies = [layer_policy(policy, spec) for spec in specs]
     slots = min(specs[0].max_new_tokens, *(one.compact_every for one in policies))
-    keys = row_keys(row_seeds(specs[0].batch, seed))[0]
+    keys, fold_in = row_keys(row_seeds(specs[0].batch, seed))[0], jax.vmap(jax.random.fold_in, (0, None))
     return tuple(
-        kvjax.init(policy, dataclasses.replace(spec, staging_slots=slots), _fold_in(keys, number))
+        kvjax.init(policy, dataclasses.replace(spec, staging_slots=slots), fold_in(keys, number))
         for number, (policy, spec) in enumerate(zip(policies, specs, strict=True))
     )
 
@@ -75,10 +75,6 @@ def init_cache(policy: Policy, spec: kvjax.CacheSpec, seed: int = 0) -> tuple[kv
     """
     layer_key = jax.random.fold_in(jax.random.key(check_seed(seed)), spec.layer)
     return kvjax.init(policy, spec, jax.random.split(layer_key, spec.batch))
-
-
-def _fold_in(keys: Array, number: int) -> Array:
-    return jax.vmap(functools.partial(jax.random.fold_in, data=number))(keys)
 
 
 def align_right(x: Float[Array, "B T H D"], lengths: Int[Array, "B"]) -> Float[Array, "B T H D"]:
@@ -160,26 +156,20 @@ class PromptLayers:
         self.carry: Array | None = None
 
     def prefill(
-        self,
-        number: int,
-        cache: kvjax.Cache,
-        counters: kvjax.Counters,
-        query: Array,
-        key: Array,
-        value: Array,
-        lengths: Int[Array, "B"],
+        self, number: int, *prompt: Any, repeated: RepeatedPrompt | None = None
     ) -> tuple[kvjax.Cache, kvjax.Counters]:
         """Writes a layer's prompt into its cache with the carry of the previous layer.
 
         Args:
-            query: queries of the prompt, left-aligned.
-            lengths: number of tokens of each row.
+            number: number of the layer.
+            *prompt: the arguments of the function `prefill` from `cache` to `lengths`.
+            repeated: queries and keys of a repetition of the prompt.
 
         Returns:
             The cache and the counters.
         """
-        carry = self.carry if number else None
-        cache, counters, self.carry = prefill(cache, counters, query, key, value, lengths, carry)
+        options: Any = {"layer_carry": self.carry if number else None, "repeated": repeated}
+        cache, counters, self.carry = prefill(*prompt, **options)
         return cache, counters
 
 

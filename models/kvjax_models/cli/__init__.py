@@ -1,7 +1,6 @@
 """The console command `kvjax` with its subcommands."""
 
 import argparse
-import dataclasses
 import importlib
 import logging as stdlib_logging
 import os
@@ -36,22 +35,11 @@ _SAVE_LIBRARIES = ("orbax", "tensorstore")
 _TRACEBACK = "KVJAX_TRACEBACK"  # environment variable that makes errors show their traceback
 
 
-@dataclasses.dataclass(frozen=True)
-class Kvjax:
-    """Language models with compressed key/value caches.
-
-    Attributes:
-        command: the options of a command, which `run` runs.
-    """
-
-    command: Any
-
-
-def main(options: Kvjax) -> None:
+def main(command: Any) -> None:
     """Runs a command. A ValueError or OSError of it is printed as one line, and the process exits with status 1.
 
     Args:
-        options: the parsed command line.
+        command: the options of a command, which `run` runs.
 
     Raises:
         ValueError: the error of the command, if the environment variable KVJAX_TRACEBACK is set.
@@ -59,7 +47,7 @@ def main(options: Kvjax) -> None:
     """
     logging.set_verbosity(logging.WARNING)  # orbax logs every step of every save
     try:
-        options.command.run()
+        command.run()
     except BrokenPipeError:  # the reader has ended, such as head
         with open(os.devnull, "w") as null:
             os.dup2(null.fileno(), sys.stdout.fileno())  # for the flush at exit
@@ -109,7 +97,7 @@ def _print_unraisable(error: Any) -> None:
         sys.__unraisablehook__(error)
 
 
-def parse(argv: list[str]) -> Kvjax:
+def parse(argv: list[str]) -> Any:
     """Parses a command line.
 
     Args:
@@ -127,12 +115,12 @@ def parse(argv: list[str]) -> Kvjax:
     parser.add_arguments(command_class, dest="command")
     arguments = argv[1:]
     arguments.remove(str(name))
-    return Kvjax(parsing.parse(parser, arguments).command)
+    return parsing.parse(parser, arguments).command
 
 
 def _parse_without_command(arguments: list[str]) -> None:
     """Prints the version or the help, or an error; exits."""
-    parser = argparse.ArgumentParser("kvjax", description=(Kvjax.__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser("kvjax", description="Language models with compressed key/value caches.")
     parser.add_argument("--version", action="version", version=f"kvjax {kvjax.__version__}")
     parser.add_argument("command", choices=_COMMANDS, help="`kvjax COMMAND --help` shows its options")
     parser.parse_args(arguments)

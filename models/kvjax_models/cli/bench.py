@@ -9,7 +9,7 @@ import numpy as np
 from kvjax.budget import format_bytes
 from kvjax_models.cache import MAX_ROWS
 from kvjax_models.cli.options import ModelOptions, read_text, repeatable
-from kvjax_models.cli.output import write_output
+from kvjax_models.cli.output import format_table, write_output
 from kvjax_models.engine import Engine
 from kvjax_models.language_model import LanguageModel
 from kvjax_models.runner.auto_policy import NamedPolicy
@@ -145,6 +145,4 @@ def _table(options: Bench, measurements: list[Measurement]) -> str:
                 f"{options.batch / one.per_token:.1f}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return f"{options.context_tokens} tokens, batch {options.batch}\n" + "\n".join(rows) + "\n"
+    return f"{options.context_tokens} tokens, batch {options.batch}\n{format_table(lines)}"

@@ -4,7 +4,6 @@ import dataclasses
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 from kvjax_models.cli import interrupts, progress
 from kvjax_models.cli.options import GenerationOptions, describe_prefix, read_text
@@ -91,16 +90,17 @@ class Conversation:
                 f"a conversation of {len(before)} tokens and a turn of {len(tokens)} leave no tokens for an answer "
                 f"within --context_tokens={self.context_tokens}"
             )
-        options: dict[str, Any] = {
-            "sampling": self.options.sampling,
-            "max_new_tokens": max_new_tokens,
-            "seed": seed_of_prompt(self.options.seed, len(self.messages)),
-            "keep": True,
-            "room": self.context_tokens - len(tokens),  # for all turns
-        }
-        self.engine.add(tokens, self.prefix, **options)
+        self.engine.add(
+            tokens,
+            self.prefix,
+            sampling=self.options.sampling,
+            max_new_tokens=max_new_tokens,
+            seed=seed_of_prompt(self.options.seed, len(self.messages)),
+            keep=True,
+            room=self.context_tokens - len(tokens),  # for all turns
+        )
         parts: list[str] = []
-        for output in progress.outputs(self.engine, progress.ProgressLine(self.options.quiet), stop):
+        for output in progress.outputs(self.engine, quiet=self.options.quiet, stop=stop):
             if output.text:
                 parts.append(output.text)
                 yield output.text

@@ -17,6 +17,7 @@ import dataclasses
 import sys
 
 from kvjax.budget import format_bytes
+from kvjax_models.cache import read_together
 from kvjax_models.cli import many, progress
 from kvjax_models.cli.options import GenerationOptions, describe_prefix, describe_sizes, read_text, repeatable
 from kvjax_models.cli.output import write_output
@@ -52,8 +53,7 @@ class Generate(GenerationOptions):
         warn_of_file_name(self.prompt)
         if self.prompts_file is not None:
             assert self.output is not None
-            llm = self.load()
-            many.complete_file(self, llm, self.prompts_file, self.output, self.batch_size, self.stop, self.resume)
+            many.complete_file(self, self.load(), self.prompts_file, self.output)
             return
         texts = [*([self.prompt] if self.prompt is not None else []), *map(read_text, self.prompt_file)]
         if "" in texts:
@@ -109,7 +109,8 @@ def _check_options(options: Generate) -> None:
 def _save_document(options: Generate, llm: LanguageModel, text: str, directory: str) -> None:
     """Compresses a text and saves it."""
     Save(directory).lock()  # an error before the work of reading, not after it
-    document = options.cache(llm).read(
+    [document] = read_together(  # `CachedModel.read` would repeat the hint about a text that is the name of a file
+        [options.cache(llm)],
         text,
         max_new_tokens=options.max_new_tokens,
         chat=True if options.chat else None,
@@ -163,7 +164,7 @@ def _continue_text(options: Generate, llm: LanguageModel, text: str) -> None:
         max_new_tokens=options.max_new_tokens,
         seed=options.seed,
     )
-    for output in progress.outputs(engine, progress.ProgressLine(options.quiet)):
+    for output in progress.outputs(engine, quiet=options.quiet):
         write_output(output.text)
     write_output("\n")
     usage = engine.usage

@@ -12,7 +12,7 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from absl import logging
@@ -22,15 +22,16 @@ import kvjax
 from kvjax.budget import format_bytes
 from kvjax_models import atomic_io, devices
 from kvjax_models.cache import CachedModel, parse_rows
-from kvjax_models.cli.options import GenerationOptions, read_text
+from kvjax_models.cli.options import read_text
 from kvjax_models.cli.progress import is_terminal
 from kvjax_models.engine import seed_of_prompt
 from kvjax_models.fingerprint import describe_model, tokenizer_fingerprint
 from kvjax_models.language_model import LanguageModel
-from kvjax_models.runner.generator import Generator
-from kvjax_models.runner.sampling import Sampling
 from kvjax_models.runner.state import check_seed
 from kvjax_models.saves import describe_difference
+
+if TYPE_CHECKING:
+    from kvjax_models.cli.generate import Generate
 
 FORMAT = 5  # of OUT.jsonl.run.json
 _KEYS = {"prompt", "messages", "max_new_tokens", "seed", "id"}
@@ -45,40 +46,24 @@ class PromptLine(NamedTuple):
     id: Any  # None if the line has none
 
 
-def complete_file(
-    options: GenerationOptions,
-    llm: LanguageModel,
-    prompts_file: str,
-    output_file: str,
-    batch_size: str,
-    stop: Sequence[str],
-    resume: bool,
-) -> None:
+def complete_file(options: "Generate", llm: LanguageModel, prompts_file: str, output_file: str) -> None:
     """Completes every prompt of a file.
 
-    Invalid lines raise a ValueError with their number. So does output that exists without `resume` or belongs to
+    Invalid lines raise a ValueError with their number. So does output that exists without `--resume` or belongs to
     another run. If another process writes the output, an OSError is raised.
-
-    Args:
-        options: how completions are generated.
-        llm: the model.
-        prompts_file: file with one prompt per line.
-        batch_size: number of batch rows, or bytes for their caches.
-        stop: strings that finish a completion.
-        resume: whether to continue an interrupted run.
     """
     lines = _read_lines(options, llm, prompts_file)
-    cache, (rows, max_bytes) = options.cache(llm), parse_rows(batch_size)
+    cache, (rows, max_bytes) = options.cache(llm), parse_rows(options.batch_size)
     engine = cache.engine(rows=rows, max_bytes=max_bytes)
-    manifest = _manifest(llm, cache, options.sampling, lines, stop)
-    output = Output(pathlib.Path(output_file), manifest, len(lines), resume=resume)
+    manifest = _manifest(options, llm, cache, lines)
+    output = Output(pathlib.Path(output_file), manifest, len(lines), resume=options.resume)
     numbers: dict[int, int] = {}  # of the lines, by request
     for number, line in enumerate(lines):
         if number not in output.rows:
             request = engine.add(
                 line.tokens,
                 sampling=options.sampling,
-                stop=stop,
+                stop=options.stop,
                 max_new_tokens=line.max_new_tokens,
                 seed=line.seed,
             )
@@ -172,7 +157,7 @@ def _row_line(row: dict[str, Any]) -> str:
     return json.dumps(row, ensure_ascii=False)
 
 
-def _read_lines(options: GenerationOptions, llm: LanguageModel, path: str) -> list[PromptLine]:
+def _read_lines(options: "Generate", llm: LanguageModel, path: str) -> list[PromptLine]:
     """Reads the prompts of a file; empty lines are skipped.
 
     Returns:
@@ -195,7 +180,7 @@ def _read_lines(options: GenerationOptions, llm: LanguageModel, path: str) -> li
     return lines
 
 
-def _parse_line(options: GenerationOptions, llm: LanguageModel, line: Any, number: int) -> PromptLine:
+def _parse_line(options: "Generate", llm: LanguageModel, line: Any, number: int) -> PromptLine:
     """Returns a prompt from its JSON value.
 
     Raises:
@@ -222,28 +207,22 @@ def _parse_line(options: GenerationOptions, llm: LanguageModel, line: Any, numbe
     return PromptLine(tokens, max_new_tokens, int(check_seed(seed)), values.get("id"))
 
 
-def _describe_generator(generator: Generator) -> dict[str, Any]:
-    """Returns everything about a generator that its tokens depend on, as JSON, with the decisive values first."""
+def _manifest(
+    options: "Generate", llm: LanguageModel, cache: CachedModel, lines: Sequence[PromptLine]
+) -> dict[str, Any]:
+    """Returns all values that determine the completions; the number of batch rows does not."""
+    lengths = max(len(line.tokens) for line in lines), max(line.max_new_tokens for line in lines)
+    generator = cache.rows(*lengths)[-1]  # of the longest line
     state = jax.tree_util.tree_leaves_with_path(jax.eval_shape(generator.init_state))
     names = ("batch", "max_prompt_tokens", "max_new_tokens", "streaming")
-    return {
+    return {  # the decisive values first
+        "format": FORMAT,
         "model": describe_model(generator.model),
         "sizes": {name: getattr(generator, name) for name in names},
         "policy": [kvjax.describe(policy) for policy in generator.policies],
         "arrays": {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in state},
-    }
-
-
-def _manifest(
-    llm: LanguageModel, cache: CachedModel, sampling: Sampling, lines: Sequence[PromptLine], stop: Sequence[str]
-) -> dict[str, Any]:
-    """Returns all values that determine the completions; the number of batch rows does not."""
-    lengths = max(len(line.tokens) for line in lines), max(line.max_new_tokens for line in lines)
-    return {
-        "format": FORMAT,
-        **_describe_generator(cache.rows(*lengths)[-1]),  # of the longest line
         "tokenizer": tokenizer_fingerprint(llm.tokenizer),
-        "sampling": dataclasses.asdict(sampling),
-        "stop": list(stop),
+        "sampling": dataclasses.asdict(options.sampling),
+        "stop": options.stop,
         "prompts": hashlib.sha256(json.dumps(lines).encode()).hexdigest(),
     }

@@ -6,7 +6,7 @@ import simple_parsing
 
 from kvjax.messages import format_bytes
 from kvjax_models import known_models
-from kvjax_models.cli.output import write_output, write_status
+from kvjax_models.cli.output import format_table, write_output, write_status
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,6 @@ def list_models() -> str:
     for model in known_models.KNOWN_MODELS.values():
         state = "downloaded" if model.is_downloaded else "not downloaded"
         lines.append((model.name, state, format_bytes(model.size), str(model.context), model.license, model.title))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     directory = next(iter(known_models.KNOWN_MODELS.values())).path.parent
     more = f"`kvjax download NAME` downloads a model to {directory}. --model takes its name."
-    return "\n".join([*rows, "", more, ""])
+    return f"{format_table(lines)}\n{more}\n"

@@ -136,7 +136,7 @@ class GenerationOptions(ModelOptions):
         """The variables of the chat template."""
         return {} if self.template_options is None else chat_template.parse_options(self.template_options)
 
-    @property
+    @functools.cached_property
     def choice(self) -> NamedPolicy:
         """The policy with its budget."""
         return self.parse_policy(self.policy, self.budget)

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from collections.abc import Sequence
 
 
 def write_output(text: str) -> None:
@@ -21,6 +22,13 @@ def write_status(text: str) -> None:
     """Writes a status message to standard error unless it is closed, in the first process of a run."""
     if _is_first_process() and sys.stderr is not None:  # print would take standard output instead
         print(text, file=sys.stderr, flush=True)
+
+
+def format_table(lines: Sequence[Sequence[str]]) -> str:
+    """Returns lines of cells in columns."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join(rows) + "\n"
 
 
 def _is_first_process() -> bool:

@@ -56,9 +56,8 @@ def parse(parser: simple_parsing.ArgumentParser, args: Sequence[str]) -> Any:
         The parser's namespace.
     """
     try:
-        arguments = list(map(_with_underscores, args))
-        namespace, other_flags = parser.parse_known_args(arguments)
-        _check_names(parser, arguments, other_flags)
+        namespace, other_flags = parser.parse_known_args(list(map(_with_underscores, args)))
+        _check_names(parser, other_flags)
         unknown = flags.FLAGS(["", *other_flags])[1:]
     except (ValueError, flags.Error) as error:
         parser.error(str(error))
@@ -67,32 +66,18 @@ def parse(parser: simple_parsing.ArgumentParser, args: Sequence[str]) -> Any:
     return namespace
 
 
-def _check_names(parser: argparse.ArgumentParser, arguments: Sequence[str], others: Sequence[str]) -> None:
-    """Checks the names of options that a parser does not know.
-
-    Args:
-        others: the arguments that it does not know, among them flags of absl.
+def _check_names(parser: argparse.ArgumentParser, others: Sequence[str]) -> None:
+    """Checks the names of options that a parser does not know, of which some are flags of absl.
 
     Raises:
         ValueError: if an option is unknown to absl, too; suggests a similar one of the command.
     """
-    options = _option_names(parser, arguments)
+    options = [name for action in parser._actions for name in action.option_strings]
     for argument in others:
         name = argument.partition("=")[0]
         flag = name.lstrip("-")
         if name.startswith("--") and flag and not {flag, flag.removeprefix("no")} & set(flags.FLAGS):
             raise ValueError(f"unknown option {name}; {did_you_mean(name, options)}--help lists the options")
-
-
-def _option_names(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
-    """Returns the names of the options of a parser and of its subcommand in the arguments."""
-    names: list[str] = []
-    for action in parser._actions:
-        names += action.option_strings
-        if isinstance(action, argparse._SubParsersAction):
-            for command in [one for one in arguments if one in action.choices][:1]:
-                names += _option_names(action.choices[command], arguments)
-    return names
 
 
 def _with_underscores(argument: str) -> str:

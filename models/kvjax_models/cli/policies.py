@@ -62,22 +62,8 @@ def describe_auto() -> str:
 
     _, rules, steps, *_ = inspect.cleandoc(auto_policy.__doc__ or "").split("\n\n")
     equivalent = f"It stands for {auto_policy.POLICY}:heads=auto, with settings for the model and the budget:"
-    return "\n".join(
-        [
-            "auto",
-            "",
-            _AUTO_SUMMARY,
-            "",
-            equivalent,
-            "",
-            rules,
-            "",
-            steps,
-            "",
-            f"Budget: {auto_policy.DEFAULT_BUDGET} by default",
-            "",
-        ]
-    )
+    budget = f"Budget: {auto_policy.DEFAULT_BUDGET} by default\n"
+    return "\n\n".join(["auto", _AUTO_SUMMARY, equivalent, rules, steps, budget])
 
 
 def describe_policy(name: str) -> str:

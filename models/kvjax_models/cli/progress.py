@@ -13,30 +13,12 @@ def is_terminal() -> bool:
     return sys.stderr is not None and sys.stderr.isatty()
 
 
-class ProgressLine:
-    """A line on standard error that is overwritten; it is shown on terminals only."""
-
-    def __init__(self, quiet: bool = False) -> None:
-        """Creates the line.
-
-        Args:
-            quiet: whether to show nothing.
-        """
-        self._is_shown = is_terminal() and not quiet and is_first_process()
-
-    def show(self, text: str) -> None:
-        """Replaces the line by a text; an empty text removes it."""
-        if self._is_shown:
-            sys.stderr.write(f"\r\x1b[K{text}")
-            sys.stderr.flush()
-
-
-def outputs(engine: Engine, line: ProgressLine, stop: threading.Event | None = None) -> Iterator[Output]:
-    """Runs an engine with one request, and shows the progress of its prefill.
+def outputs(engine: Engine, *, quiet: bool, stop: threading.Event | None = None) -> Iterator[Output]:
+    """Runs an engine with one request; a line on a terminal shows the progress of its prefill.
 
     Args:
         engine: an engine whose steps are single steps of prefill.
-        line: the progress line; empty afterwards.
+        quiet: whether to show nothing.
         stop: an event that aborts the request after a step.
 
     Yields:
@@ -45,14 +27,21 @@ def outputs(engine: Engine, line: ProgressLine, stop: threading.Event | None = N
     Raises:
         ValueError: if the request failed, after its text.
     """
-    line.show("compiling, then reading the prompt ...")
+    is_shown = is_terminal() and not quiet and is_first_process()
+
+    def show(text: str) -> None:
+        if is_shown:
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+
+    show("compiling, then reading the prompt ...")
     steps = 0
     while engine.has_unfinished:
         if stop is not None and stop.is_set():
             engine.abort_all()
-        results = engine.step()
         steps += 1
-        line.show("" if results else f"reading the prompt: step {steps} ...")
+        results = engine.step()
+        show("" if results else f"reading the prompt: step {steps} ...")
         yield from results
         for output in results:
             if output.error is not None:

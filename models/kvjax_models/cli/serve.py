@@ -21,6 +21,7 @@ from kvjax_models.cli import interrupts
 from kvjax_models.cli.options import ModelOptions, repeatable
 
 _KEY_VARIABLE = "KVJAX_API_KEY"
+_LIBRARIES = ("starlette", "uvicorn", "msgspec", "prometheus_client", "python_multipart", "llguidance")
 _CPU_INFO = pathlib.Path("/proc/cpuinfo")
 _BFLOAT16_FLAG = re.compile(r"\b(avx512_bf16|amx_bf16|bf16)\b")  # of x86 and Arm
 
@@ -65,29 +66,18 @@ class Serve(ModelOptions):
         # Imported here, because the libraries of the extra may be missing.
         import uvicorn
 
-        from kvjax_models.server.app import STOP_SECONDS, Access, make_app
+        from kvjax_models.server.app import STOP_SECONDS, make_app
+        from kvjax_models.server.guard import Access
         from kvjax_models.server.log import logger
         from kvjax_models.server.settings import Settings
         from kvjax_models.server.worker import Worker
 
-        settings = Settings(
-            rows=self.rows,
-            max_prompt_tokens=self.max_prompt_tokens,
-            max_new_tokens=self.max_new_tokens,
-            max_queue=self.max_queue,
-            conversations=self.conversations,
-            warm_up=self.warm_up,
-            documents_dir=self.documents_dir,
-            documents_bytes=self._find_documents_bytes(),
-            stream_interval=self.stream_interval,
-            cache_bytes=_parse_bytes("cache_bytes", self.cache_bytes),
-        )
-        access = Access(
-            hosts=[self.host, *self.allow_host],
-            origins=self.allow_origin,
-            api_key=self._find_key(),
-            max_body_bytes=_parse_bytes("max_body_bytes", self.max_body_bytes),
-        )
+        sizes = {one.name: getattr(self, one.name) for one in dataclasses.fields(Settings) if hasattr(self, one.name)}
+        sizes["cache_bytes"] = _parse_bytes("cache_bytes", self.cache_bytes)
+        if self.documents_bytes is not None:
+            sizes["documents_bytes"] = _parse_bytes("documents_bytes", self.documents_bytes)
+        max_body_bytes = _parse_bytes("max_body_bytes", self.max_body_bytes)
+        access = Access([self.host, *self.allow_host], self.allow_origin, self._find_key(), max_body_bytes)
 
         def load() -> CachedModel:
             cache = self.load(default_dtype).cache(choice, kv_dtype=kv_formats)
@@ -98,7 +88,7 @@ class Serve(ModelOptions):
             server.should_exit = True
 
         model_name = self.name or pathlib.Path(self.model).name
-        worker = Worker(load, settings, model_name, end)
+        worker = Worker(load, Settings(**sizes), model_name, end)
         config = uvicorn.Config(
             make_app(worker, model_name, access),
             log_config=None,  # its records have the format of the others
@@ -142,6 +132,8 @@ class Serve(ModelOptions):
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise ValueError(f"--{name}={value} must be at least {minimum}")
+        if self.documents_bytes is not None and self.documents_dir is None:
+            raise ValueError("--documents_bytes requires --documents_dir")
         if self.seed:
             raise ValueError(f"--seed={self.seed} has no effect on a server; requests have the field seed")
         if not 0 <= self.port < 2**16:
@@ -155,14 +147,6 @@ class Serve(ModelOptions):
                 raise ValueError(
                     f"--allow_origin={origin} must be a scheme with a host, such as https://app.example, or *"
                 )
-
-    def _find_documents_bytes(self) -> int | None:
-        """Returns the maximum size of the directory of documents."""
-        if self.documents_bytes is None:
-            return None
-        if self.documents_dir is None:
-            raise ValueError("--documents_bytes requires --documents_dir")
-        return _parse_bytes("documents_bytes", self.documents_bytes)
 
     def _find_key(self) -> str | None:
         """Returns the key that clients must send; None for no check.
@@ -208,9 +192,6 @@ def _describe_address(listener: socket.socket) -> str:
     """Returns the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-_LIBRARIES = ("starlette", "uvicorn", "msgspec", "prometheus_client", "python_multipart", "llguidance")
 
 
 def _parse_bytes(name: str, text: str) -> int:

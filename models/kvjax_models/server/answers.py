@@ -3,26 +3,29 @@
 import json
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from kvjax_models.citations import Citation
 from kvjax_models.engine import Completion, Output, TokenLogprobs
 from kvjax_models.formats.tokenizer import Tokenizer
-from kvjax_models.tools import CallReader, Form, ToolCall
+from kvjax_models.server.schema import ChatRequest, GenerationRequest
+from kvjax_models.tools import CallReader, ToolCall
 
-Calls = tuple[Form, Collection[str]]  # the form of calls, and the names of tools
 _MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have; as in OpenAI's interface
 
 
 class TokenBytes:
-    """The bytes of single tokens, which may be parts of characters."""
+    """The bytes of single tokens, which may be parts of characters.
+
+    Attributes:
+        tokenizer: the tokenizer.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Reads how a tokenizer writes bytes."""
-        self._tokenizer, self._special = tokenizer, tokenizer.special_ids
+        self.tokenizer, self._special = tokenizer, tokenizer.special_ids
         decoder = json.loads(tokenizer.backend.decoder.__getstate__()) if tokenizer.backend.decoder else {}
         kinds = [part.get("type") for part in (decoder, *decoder.get("decoders", ()))]
         self._bytes_of = byte_level_characters() if "ByteLevel" in kinds else None
@@ -30,11 +33,11 @@ class TokenBytes:
 
     def name(self, token: int) -> str:
         """Returns the token as the vocabulary writes it."""
-        return self._tokenizer.backend.id_to_token(token) or ""
+        return self.tokenizer.backend.id_to_token(token) or ""
 
     def __call__(self, token: int) -> bytes | None:
         """Returns the bytes of a token; None for special tokens, which are not part of the text."""
-        text = self._tokenizer.backend.id_to_token(token)
+        text = self.tokenizer.backend.id_to_token(token)
         if text is None or token in self._special:
             return None
         if token in self._added:
@@ -55,29 +58,18 @@ def byte_level_characters() -> dict[str, int]:
 
 
 class Format:
-    """Writes the answers to one request.
+    """Writes the answers to one request."""
 
-    Attributes:
-        id: id of the answer.
-    """
-
-    def __init__(
-        self, token_bytes: TokenBytes, model: str, *, is_chat: bool, num_top: int | None, calls: Calls | None = None
-    ) -> None:
-        """Creates a format.
-
-        Args:
-            is_chat: whether the request is a chat completion.
-            num_top: number of alternatives of each token; None without log-probabilities.
-            calls: form of calls, and names of the tools; None if the model may not call any.
-        """
-        self._token_bytes, self._is_chat, self._num_top = token_bytes, is_chat, num_top
-        self._calls = calls
+    def __init__(self, token_bytes: TokenBytes, model: str, body: GenerationRequest) -> None:
+        """Creates the format of the answers to a request."""
+        self._token_bytes, self._is_chat = token_bytes, isinstance(body, ChatRequest)
+        self._num_top = body.num_top_logprobs  # alternatives of each token; None without log-probabilities
+        self._calls = body.calls(token_bytes.tokenizer) if isinstance(body, ChatRequest) else None
         self._readers: dict[int, CallReader] = {}  # of the choices
-        self.id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self._head = {"id": self.id, "created": int(time.time()), "model": model}
         self._has_role: set[int] = set()
         self._offsets: dict[int, int] = {}  # lengths of the choices' texts
+        kind = "chatcmpl" if self._is_chat else "cmpl"
+        self._head = {"id": f"{kind}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
 
     def answer(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> bytes:
         """Returns a completion."""
@@ -100,8 +92,6 @@ class Format:
             text, calls = self._read_calls(completion.number, completion.text, is_finished=True)
             message = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
             content = {"message": message | ({"tool_calls": [_call_as_json(one) for one in calls]} if calls else {})}
-        if completion.citations is not None:
-            content |= {"citations": citations_as_json(completion.citations)}
         return self._choice(completion, content)
 
     def delta(self, output: Output) -> dict[str, Any] | None:
@@ -176,11 +166,6 @@ def event(values: Any) -> bytes:
 
 def _call_as_json(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def citations_as_json(citations: Sequence[Citation]) -> list[dict[str, Any]]:
-    """Returns citations as a choice has them."""
-    return [one._asdict() for one in citations]
 
 
 def _finite(logprob: float) -> float:

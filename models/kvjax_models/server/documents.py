@@ -26,12 +26,11 @@ from kvjax_models import atomic_io
 from kvjax_models.cache import CachedModel, encode_text, open_document, read_steps
 from kvjax_models.citations import full_heads
 from kvjax_models.document import Document
-from kvjax_models.prompts import Prompt, TemplateOptions
 from kvjax_models.runner.auto_policy import cache_options
 from kvjax_models.server.conversations import Conversations
 from kvjax_models.server.errors import RequestError
 from kvjax_models.server.log import logger
-from kvjax_models.server.schema import with_special
+from kvjax_models.server.schema import DocumentRequest, with_special
 from kvjax_models.server.settings import Settings
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -39,7 +38,11 @@ _PARTIAL = ".partial-"  # start of the names of directories that are not complet
 
 
 class Documents:
-    """Documents by id."""
+    """Documents by id.
+
+    Attributes:
+        cache: the model, with policy and budget of new documents.
+    """
 
     def __init__(
         self,
@@ -52,7 +55,6 @@ class Documents:
         """Opens the directory of documents.
 
         Args:
-            cache: the model, with policy and budget of new documents.
             settings: sizes of the server, directory and limit of bytes.
             conversations: caches that make room for documents.
             row_bytes: returns the bytes that rows need.
@@ -61,7 +63,7 @@ class Documents:
         Raises:
             OSError: if the directory cannot be written to.
         """
-        self._cache, self._settings, self._conversations = cache, settings, conversations
+        self.cache, self._settings, self._conversations = cache, settings, conversations
         self._row_bytes, self._warm_up = row_bytes, warm_up
         self._in_memory: collections.OrderedDict[str, Document] = collections.OrderedDict()  # oldest use first
         # Time of the last use of every document, in seconds since 1970; its directory has the same time.
@@ -101,31 +103,24 @@ class Documents:
             return self.held_bytes
         return 0 if document is None else document.prefix.held_bytes
 
-    def make_room(self, needed: int) -> None:
-        """Leaves documents to the directory until some bytes are free; the one used most recently stays."""
+    def make_room(self) -> None:
+        """Frees the memory that rows need: of conversations, and of documents that are saved, except the last used."""
         limit = self._settings.cache_bytes
-        if limit is None or self._directory is None:
-            return
-        while len(self) > 1 and self.held_bytes + needed > limit:
-            self._in_memory.popitem(last=False)
+        if limit is not None and self._directory is not None:
+            while len(self) > 1 and self.held_bytes + self._row_bytes() > limit:
+                self._in_memory.popitem(last=False)
+        self._conversations.trim()
 
     def get(self, name: str) -> Document:
         """Returns a document, which is read from the directory if it is not in memory.
 
-        Args:
-            name: id of the document.
-
         Raises:
             RequestError: if the id is invalid or not known, or the files are damaged or of another model.
         """
-        path = self._path(name)
-        if name not in self._in_memory:
-            if path is None or not path.is_dir():
-                raise RequestError(
-                    f"document {name!r} does not exist", 404, param="document", code="document_not_found"
-                )
+        saved = self._locate(name)
+        if saved is not None and name not in self._in_memory:
             try:
-                document = open_document(self._cache.llm, path)
+                document = open_document(self.cache.llm, saved)
             except Exception as error:  # damaged files may raise anything
                 logger.exception("document %s cannot be restored", name)
                 raise RequestError(
@@ -137,9 +132,9 @@ class Documents:
             self._insert(name, document)
         self._in_memory.move_to_end(name)
         self._used[name] = time.time()
-        if path is not None:
+        if saved is not None:
             with contextlib.suppress(OSError):
-                os.utime(path)
+                os.utime(saved)
         return self._in_memory[name]
 
     def describe(self, name: str) -> dict[str, Any]:
@@ -166,11 +161,11 @@ class Documents:
         """
         described = []
         for name in sorted(self._used, key=self._used.__getitem__, reverse=True):
-            document, path = self._in_memory.get(name), self._path(name)
+            document = self._in_memory.get(name)
             if document is not None:
                 size, tokens = document.prefix.held_bytes, document.num_tokens
-            elif path is not None and path.is_dir():
-                size, tokens = _file_bytes(path), None
+            elif (saved := self._find_saved(name)) is not None:
+                size, tokens = _file_bytes(saved), None
             else:  # its directory was removed
                 continue
             values = {"used": int(self._used[name]), "bytes": size, "tokens": tokens, "in_memory": document is not None}
@@ -186,18 +181,10 @@ class Documents:
         shares = np.minimum(self.get(name).kept(), 1).mean(axis=-1)
         return {"id": name, "object": "document.kept", "heads": shares.round(4).tolist()}
 
-    def check_text(self, text: Prompt, template_options: TemplateOptions, parse_special: bool | None) -> None:
-        """Checks the length of a text; may be called in any thread.
-
-        Args:
-            template_options: variables of the chat template.
-            parse_special: whether special tokens in the text are parsed; None for the server's option.
-
-        Raises:
-            RequestError: if it is too long.
-        """
-        llm = with_special(self._cache, parse_special).llm
-        num_tokens = len(encode_text(llm, text, None, template_options)[0])
+    def check_text(self, body: DocumentRequest) -> None:
+        """Checks the length of a text; may be called in any thread."""
+        llm = with_special(self.cache, body.parse_special).llm
+        num_tokens = len(encode_text(llm, body.content(), None, body.chat_template_kwargs)[0])
         limit = self._settings.max_prompt_tokens
         if limit is not None and num_tokens > limit:
             raise RequestError(
@@ -206,22 +193,12 @@ class Documents:
                 code="context_length_exceeded",
             )
 
-    def read(
-        self,
-        name: str | None,
-        text: Prompt,
-        template_options: TemplateOptions,
-        parse_special: bool | None,
-        *,
-        full_cache: bool = False,
-    ) -> Iterator[dict[str, Any] | None]:
+    def read(self, body: DocumentRequest) -> Iterator[dict[str, Any] | None]:
         """Compresses a text in steps, and saves the document.
 
         Args:
-            name: id; None for one that cannot be guessed.
-            template_options: variables of the chat template.
-            parse_special: whether special tokens in the text are parsed; None for the server's option.
-            full_cache: whether the text is also held in a full cache, by a document whose id ends with "-full".
+            body: the text, which `check_text` has checked; its id cannot be guessed if it names none. With
+                `full_cache`, a second document, whose id ends with "-full", holds the text in a full cache.
 
         Yields:
             None after every step, finally the sizes of the document.
@@ -231,31 +208,32 @@ class Documents:
                 none.
         """
         start = time.monotonic()
-        name = f"doc_{secrets.token_urlsafe(24)}" if name is None else name
-        names, caches = [name], [with_special(self._cache, parse_special)]
-        if full_cache:
+        name = f"doc_{secrets.token_urlsafe(24)}" if body.id is None else body.id
+        names, caches = [name], [with_special(self.cache, body.parse_special)]
+        if body.full_cache:
             names.append(f"{name}-full")
             policy, budget, heads = cache_options("exact", None, None)
-            if self._cache.policy == policy:
+            if self.cache.policy == policy:
                 raise RequestError("the policy of this server is a full cache; leave it out", param="full_cache")
-            options: dict[str, Any] = {"policy": policy, "budget": budget, "heads": heads, "kv_dtype": None}
-            caches.append(dataclasses.replace(caches[0], **options))
+            caches.append(dataclasses.replace(caches[0], policy=policy, budget=budget, heads=heads, kv_dtype=None))
         for one in names:
-            path = self._path(one)
-            if one in self._in_memory or (path is not None and path.exists()):
+            if self._find_saved(one) is not None or one in self._in_memory:
                 raise RequestError(f"document {one!r} exists; delete it first", 409, param="id", code="document_exists")
-        options = {"max_new_tokens": self._settings.max_new_tokens}
         documents: Sequence[Document] = ()
-        for result in read_steps(caches, text, **options, template_options=template_options):
+        options: Any = {
+            "max_new_tokens": self._settings.max_new_tokens,
+            "template_options": body.chat_template_kwargs,
+        }
+        for result in read_steps(caches, body.content(), **options):
             if result is None:
                 yield None
             else:
-                documents = [one.with_tokenizer(self._cache.llm.tokenizer) for one in result]
+                documents = [one.with_tokenizer(self.cache.llm.tokenizer) for one in result]
         try:
             for one, document in zip(names, documents, strict=True):
                 self._check_bytes(document)
-                if (path := self._path(one)) is not None:
-                    self._save(document, path)
+                if self._directory is not None:
+                    self._save(document, self._directory / one)
                 self._insert(one, document)
         except RequestError:
             for one in names:
@@ -265,41 +243,40 @@ class Documents:
         for document in documents:
             yield from self._warm_up(document)
         described = self.describe(name) | {"seconds": round(time.monotonic() - start, 3)}
-        yield described | ({"full_cache": names[1]} if full_cache else {})
+        yield described | ({"full_cache": names[1]} if body.full_cache else {})
 
     def delete(self, name: str) -> dict[str, Any]:
         """Deletes a document; requests that use it go on.
 
-        Args:
-            name: id of the document.
-
         Returns:
             A confirmation.
-
-        Raises:
-            RequestError: if the id is invalid or not known.
         """
-        path = self._path(name)
-        is_known = self._in_memory.pop(name, None) is not None
+        if (saved := self._locate(name)) is not None:
+            partial = saved.with_name(f"{_PARTIAL}{name}")
+            shutil.rmtree(partial, ignore_errors=True)
+            saved.rename(partial)
+            shutil.rmtree(partial, ignore_errors=True)
+        self._in_memory.pop(name, None)
         self._used.pop(name, None)
-        if path is not None and path.is_dir():
-            is_known = True
-            partial = path.with_name(f"{_PARTIAL}{name}")
-            shutil.rmtree(partial, ignore_errors=True)
-            path.rename(partial)
-            shutil.rmtree(partial, ignore_errors=True)
-        if not is_known:
-            raise RequestError(f"document {name!r} does not exist", 404, param="document", code="document_not_found")
         return {"id": name, "object": "document", "deleted": True}
 
-    def _path(self, name: str) -> pathlib.Path | None:
-        """Returns the directory of a document; None if documents are not saved."""
+    def _locate(self, name: str) -> pathlib.Path | None:
+        """Returns the directory of a document, None if it is in memory only; refuses ids that are not known."""
+        saved = self._find_saved(name)
+        if saved is None and name not in self._in_memory:
+            raise RequestError(f"document {name!r} does not exist", 404, param="document", code="document_not_found")
+        return saved
+
+    def _find_saved(self, name: str) -> pathlib.Path | None:
+        """Returns the directory of a document, if it is saved; refuses invalid ids."""
         if not _ID.fullmatch(name):
             raise RequestError("an id of a document has 1 to 64 letters, digits, - and _", param="id")
-        path = None if self._directory is None else self._directory / name
-        if path is not None and path.is_symlink():
+        if self._directory is None:
+            return None
+        path = self._directory / name
+        if path.is_symlink():
             raise RequestError(f"{name!r} is a symbolic link, not a document", param="id")
-        return path
+        return path if path.is_dir() else None
 
     def _check_bytes(self, document: Document) -> None:
         """Checks that a document fits, if the others stay or can be read again."""
@@ -316,8 +293,7 @@ class Documents:
     def _insert(self, name: str, document: Document) -> None:
         """Holds a document in memory; the ones used least recently are in the directory only."""
         self._in_memory[name], self._used[name] = document, time.time()
-        self.make_room(self._row_bytes())
-        self._conversations.trim()
+        self.make_room()
 
     def _save(self, document: Document, path: pathlib.Path) -> None:
         """Writes a document; a failure leaves nothing."""

@@ -1,5 +1,6 @@
 """Checks of requests before any handler: the key, and that no foreign web page sends them."""
 
+import dataclasses
 import hmac
 import ipaddress
 from collections.abc import Sequence
@@ -14,6 +15,23 @@ from kvjax_models.server.responses import error_response
 _OPEN_PATHS = ("/", "/health")  # without a key
 
 
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """Who may send what.
+
+    Attributes:
+        hosts: names of the server in Host headers; localhost and IP addresses are always allowed.
+        origins: further origins of web pages that may send requests; "*" allows all.
+        api_key: key that clients send as a bearer token; None for no check.
+        max_body_bytes: maximum size of a request's body.
+    """
+
+    hosts: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+    max_body_bytes: int = 4 * 2**20
+
+
 class Guard:
     """ASGI middleware that refuses foreign Host and Origin headers, and wrong keys.
 
@@ -21,17 +39,11 @@ class Guard:
     it changes to this machine's. The Host header is then a foreign name, or the Origin header is another page's.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Sequence[str], origins: Sequence[str], api_key: str | None) -> None:
-        """Creates the middleware.
-
-        Args:
-            app: the application.
-            hosts: names of this server; localhost and IP addresses are always allowed.
-            origins: further origins that are allowed; "*" allows all.
-            api_key: key that clients send as a bearer token; None for no check.
-        """
-        self._app, self._hosts, self._origins = app, {"localhost", *map(str.lower, hosts)}, set(origins)
-        self._key = None if api_key is None else api_key.encode()
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        """Creates the middleware."""
+        self._app, self._origins = app, set(access.origins)
+        self._hosts = {"localhost", *map(str.lower, access.hosts)}
+        self._key = None if access.api_key is None else access.api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles a request."""

@@ -61,20 +61,24 @@ _Empty = Annotated[list[Any], msgspec.Meta(max_length=0)]
 _Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+class _Strict(msgspec.Struct, forbid_unknown_fields=True):
+    """An object whose unknown fields are refused."""
+
+
+class TextPart(_Strict, tag_field="type", tag="text"):
     """A part of a message's content; other types are refused."""
 
     text: str
 
 
-class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+class CalledFunction(_Strict):
     """Name and arguments, as JSON, of a call."""
 
     name: str
     arguments: str = "{}"
 
 
-class CalledTool(msgspec.Struct, forbid_unknown_fields=True):
+class CalledTool(_Strict):
     """A call in an earlier answer."""
 
     function: CalledFunction
@@ -94,7 +98,7 @@ class CalledTool(msgspec.Struct, forbid_unknown_fields=True):
         return {"type": "function", "function": function} | ({} if self.id is None else {"id": self.id})
 
 
-class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class ChatMessage(_Strict, omit_defaults=True):
     """A message; fields of answers that clients send back without use must be null or empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -102,26 +106,25 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     name: str | None = None
     tool_calls: list[CalledTool] = []
     tool_call_id: str | None = None
-    refusal: _Empty = ()  # type: ignore[assignment]
-    annotations: _Empty = ()  # type: ignore[assignment]
-    audio: _Empty = ()  # type: ignore[assignment]
-    function_call: _Empty = ()  # type: ignore[assignment]
+    refusal: _Empty = []
+    annotations: _Empty = []
+    audio: _Empty = []
+    function_call: _Empty = []
 
     def as_message(self) -> Message:
-        """Returns role, content as text, and what else the message has, as chat templates take it."""
+        """Returns the fields that the message has as chat templates take them: with the content as text."""
         content = self.content
         if content is None and self.role != "assistant":
             raise RequestError("content of messages must be a text or a list of text parts", param="messages")
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
-        message: dict[str, Any] = {"role": self.role, "content": content or ""}
-        message |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
+        message: dict[str, Any] = {**msgspec.to_builtins(self), "content": content or ""}
         if self.tool_calls:
             message["tool_calls"] = [one.as_call() for one in self.tool_calls]
         return message
 
 
-class Function(msgspec.Struct, forbid_unknown_fields=True):
+class Function(_Strict):
     """A function of the client."""
 
     name: Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
@@ -130,7 +133,7 @@ class Function(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None  # calls always follow the schema
 
 
-class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="function"):
+class FunctionTool(_Strict, tag_field="type", tag="function"):
     """A tool that the model may call; other types are refused."""
 
     function: Function
@@ -142,32 +145,32 @@ class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, tag_field="type",
         return {"type": "function", "function": function}
 
 
-class _Named(msgspec.Struct, forbid_unknown_fields=True):
+class _Named(_Strict):
     name: str
 
 
-class NamedTool(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="function"):
+class NamedTool(_Strict, tag_field="type", tag="function"):
     """The tool that the model must call."""
 
     function: _Named
 
 
-class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
+class TextFormat(_Strict, tag_field="type", tag="text"):
     """Any answer."""
 
 
-class ObjectFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+class ObjectFormat(_Strict, tag_field="type", tag="json_object"):
     """An answer that is any JSON object."""
 
 
-class _Schema(msgspec.Struct, forbid_unknown_fields=True, rename={"content": "schema"}):
+class _Schema(_Strict, rename={"content": "schema"}):
     name: str | None = None
     content: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None  # answers always follow the schema
 
 
-class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+class SchemaFormat(_Strict, tag_field="type", tag="json_schema"):
     """An answer that is JSON with a schema."""
 
     json_schema: _Schema
@@ -176,14 +179,14 @@ class SchemaFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type",
 _Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class StreamOptions(_Strict):
     """Options of a streamed answer."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # ignored: chunks have no padding
 
 
-class _Generation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class _Generation(_Strict, kw_only=True):
     """Fields of both kinds of completions."""
 
     model: str
@@ -197,11 +200,11 @@ class _Generation(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    stop: _Stop | Annotated[list[_Stop], msgspec.Meta(max_length=16)] = ()  # type: ignore[assignment]
+    stop: _Stop | Annotated[list[_Stop], msgspec.Meta(max_length=16)] = []
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**32)] | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] = 1
     logit_bias: dict[str, float] = {}
-    response_format: TextFormat | ObjectFormat | SchemaFormat = TextFormat()
+    response_format: TextFormat | ObjectFormat | SchemaFormat = msgspec.field(default_factory=TextFormat)
     document: str | None = None
     cite: bool = False
     parse_special: bool | None = None
@@ -383,7 +386,10 @@ class CompletionRequest(_Generation, kw_only=True):
         return [encode(tokenizer.escape(one)) if isinstance(one, str) else one for one in parts]
 
 
-class DocumentRequest(msgspec.Struct, forbid_unknown_fields=True):
+GenerationRequest = ChatRequest | CompletionRequest
+
+
+class DocumentRequest(_Strict):
     """The body of a new document: one of `text` and `messages`; `full_cache` also makes one with a full cache."""
 
     id: str | None = None

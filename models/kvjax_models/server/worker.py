@@ -79,50 +79,48 @@ class Job:
 class _Jobs:
     """The jobs whose sequences are requests of an engine."""
 
-    def __init__(self, engine: Engine, conversations: Conversations) -> None:
-        self.engine, self._conversations = engine, conversations
+    def __init__(self, engine: Engine, conversations: Conversations, default_limit: int) -> None:
+        self.engine, self._conversations, self._default_limit = engine, conversations, default_limit
         self.jobs: dict[int, tuple[Job, int]] = {}  # and the index of the sequence, by number of the request
         self.probes: dict[int, int] = {}  # tokens after which requests end that are answered for their programs
 
-    def add(self, job: Job, default_limit: int) -> None:
+    def add(self, job: Job) -> None:
         """Adds all sequences of a job, or none if one is invalid."""
-        numbers: list[int] = []
-        first: dict[tuple[int, ...], int] = {}  # sequence by prompt
-        prefix = self._find_prefix(job, default_limit)
+        prefix, default_limit = self._find_prefix(job), self._default_limit
         job.num_reused = 0 if prefix is None else len(prefix.tokens)
         try:
             for index, prompt in enumerate(job.prompts):
-                suffix = prompt[job.num_reused :]
-                limit = job.max_new_tokens
+                suffix, limit = prompt[job.num_reused :], job.max_new_tokens
                 if limit is None and job.document is None:
-                    limit = default_limit
-                    if prefix is not None:
-                        limit = min(limit, prefix.num_left - len(suffix))
-                seed = seed_of_prompt(job.seed, index)
-                options: Any = {"sampling": job.sampling, "stop": job.stop, "seed": seed}
-                # The `n` answers to one prompt share its prefill.
-                options |= {"prompt_seed": seed_of_prompt(job.seed, first.setdefault(tuple(prompt), index))}
-                options |= {"keep": job.conversation is not None}
-                options |= {"room": None if job.conversation is None else default_limit}
-                options |= {"max_new_tokens": limit, "fit_context": job.max_new_tokens is None}
-                numbers.append(self.engine.add(suffix, job.document if prefix is None else prefix, **options))
+                    limit = default_limit if prefix is None else min(default_limit, prefix.num_left - len(suffix))
+                number = self.engine.add(
+                    suffix,
+                    job.document if prefix is None else prefix,
+                    sampling=job.sampling,
+                    stop=job.stop,
+                    max_new_tokens=limit,
+                    seed=seed_of_prompt(job.seed, index),
+                    # The `n` answers to one prompt share its prefill.
+                    prompt_seed=seed_of_prompt(job.seed, job.prompts.index(prompt)),
+                    keep=job.conversation is not None,
+                    room=None if job.conversation is None else default_limit,
+                    fit_context=job.max_new_tokens is None,
+                )
+                self.jobs[number] = job, index
         except BaseException:
-            for number in numbers:
-                self.engine.abort(number)
+            self.abort(job)
             raise
-        self.jobs |= {number: (job, index) for index, number in enumerate(numbers)}
 
-    def _find_prefix(self, job: Job, default_limit: int) -> Prefix | None:
+    def _find_prefix(self, job: Job) -> Prefix | None:
         """Returns the conversation that a job continues, if its row has capacity for the answer."""
         if job.conversation is None:
             return None
-        prefix = self._conversations.find(job.document, job.conversation, job.prompts[0])
-        if prefix is not None:
-            # Without a limit, a short answer is not worth the time that a continued row saves.
-            needed = max(default_limit // 2, 1) if job.max_new_tokens is None else job.max_new_tokens
-            if len(job.prompts[0]) - len(prefix.tokens) + needed > prefix.num_left:
-                return None
-        return prefix
+        prompt = job.prompts[0]  # all sequences of a chat have the same
+        if (prefix := self._conversations.find(job.document, job.conversation, prompt)) is None:
+            return None
+        # Without a limit, a short answer is not worth the time that a continued row saves.
+        needed = job.max_new_tokens or max(self._default_limit // 2, 1)
+        return prefix if len(prompt) - len(prefix.tokens) + needed <= prefix.num_left else None
 
     def abort(self, job: Job, error: Exception | None = None) -> None:
         """Ends all sequences of a job, with an error after the text that was held back."""
@@ -170,9 +168,9 @@ class _Jobs:
             num_tokens: tokens after which they end.
         """
         for token, length in enumerate(lengths, 1):  # prompts that differ, because equal ones are read once
-            options: Any = {"max_new_tokens": max_new_tokens, "fit_context": True}
+            prompt = [token] * length
             with contextlib.suppress(ValueError):  # too long for the model or the memory
-                number = self.engine.add([token] * length, document, **options)
+                number = self.engine.add(prompt, document, max_new_tokens=max_new_tokens, fit_context=True)
                 self.probes[number] = num_tokens
 
     def fail(self, error: Exception) -> None:
@@ -208,7 +206,6 @@ class Worker:
 
         Args:
             load: loads the model, in the thread.
-            settings: sizes of the server.
             name: name of the model in the log.
             on_failure: called in the thread after an error has ended it.
         """
@@ -219,10 +216,9 @@ class Worker:
         self.conversations = Conversations(settings.conversations, self._conversation_bytes)
         self.error: BaseException | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._calls: set[Future[Any]] = set()
-        self._waiting: collections.deque[Job] = collections.deque()  # for an engine
         self._readings: collections.deque[tuple[Future[Any], Iterator[Any]]] = collections.deque()
         self._jobs: _Jobs | None = None
+        self._num_sequences = 0  # of all submitted jobs; of the handlers' thread
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._is_stopping = self._is_warm = False
         self._lock, self._is_closed = threading.Lock(), False  # closed: nobody runs commands any more
@@ -259,18 +255,12 @@ class Worker:
     @property
     def num_waiting(self) -> int:
         """Sequences that wait for a row."""
-        waiting = sum(len(job.prompts) for job in [*self._waiting])
-        return waiting if self._jobs is None else waiting + self._jobs.engine.num_waiting
+        return 0 if self._jobs is None else self._jobs.engine.num_waiting
 
     @property
     def num_readings(self) -> int:
         """Texts that are read or wait for that."""
         return len(self._readings)
-
-    @property
-    def num_max_sequences(self) -> int:
-        """Sequences that run and wait, at most."""
-        return self.settings.max_queue + self.settings.rows
 
     @property
     def held_bytes(self) -> int:
@@ -290,11 +280,7 @@ class Worker:
         return max(reserve, 0 if self._jobs is None else self._jobs.engine.needed_bytes)
 
     def _limit_rows(self, held_bytes: int) -> None:
-        """Gives rows the memory that other caches leave.
-
-        Args:
-            held_bytes: bytes of the other caches.
-        """
+        """Gives rows the memory that the `held_bytes` of other caches leave."""
         if self.settings.cache_bytes is not None and self._jobs is not None:
             self._jobs.engine.max_bytes = max(self.settings.cache_bytes - held_bytes, 1)
 
@@ -342,36 +328,48 @@ class Worker:
         future: Future[Any] = Future()
 
         def run() -> None:
-            if future.set_running_or_notify_cancel():
-                _set_result(future, function, *args)
-            self._calls.discard(future)
+            if future.cancelled():
+                return
+            try:
+                _settle(future, function(*args))
+            except Exception as error:
+                _settle(future, report(error, "a request has failed"))
 
-        return await self._await(future, run)
+        self._put(run)
+        return await asyncio.wrap_future(future)
 
     async def read(self, steps: Iterator[Any]) -> Any:
         """Runs an iterator in the thread, between the steps of engines, and returns its last item."""
         future: Future[Any] = Future()
-        return await self._await(future, lambda: self._readings.append((future, steps)))
-
-    async def _await(self, future: Future[Any], command: Callable[[], None]) -> Any:
-        self._calls.add(future)
-        self._put(command)
+        self._put(lambda: self._readings.append((future, steps)))
         return await asyncio.wrap_future(future)
+
+    def submit(self, job: Job) -> None:
+        """Starts a job, whose outputs arrive in its queue, until `abort`; refuses it if too many sequences wait."""
+        count, limit = len(job.prompts), self.settings.max_queue + self.settings.rows
+        if count > limit:
+            raise RequestError(f"{count} sequences exceed the {limit} that this server runs and queues", param="n")
+        if self._num_sequences + count > limit:
+            raise full_queue(f"{self._num_sequences} sequences run or wait")
+        self._put(lambda: self._start(job))
+        self._num_sequences += count
+
+    def abort(self, job: Job) -> None:
+        """Ends a submitted job, which may be finished."""
+        self._num_sequences -= len(job.prompts)
+
+        def run() -> None:
+            if self._jobs is not None:
+                self._jobs.abort(job)
+
+        with contextlib.suppress(RequestError):
+            self._put(run)
 
     def _put(self, command: Callable[[], None]) -> None:
         with self._lock:
             if self._is_closed:
                 raise unavailable()
             self._commands.put(command)
-
-    def submit(self, job: Job) -> None:
-        """Queues a job, whose outputs arrive in its queue."""
-        self._put(lambda: self._waiting.append(job))
-
-    def abort(self, job: Job) -> None:
-        """Ends a job; does nothing if it is finished."""
-        with contextlib.suppress(RequestError):
-            self._put(lambda: self._abort(job))
 
     # --- in the thread ---
 
@@ -393,7 +391,6 @@ class Worker:
             self._is_warm = True
             while not self._is_stopping:
                 self._run_commands()
-                self._start_jobs()
                 self._read_step()
                 self._step()
         except BaseException as error:
@@ -406,20 +403,15 @@ class Worker:
             if self.error is not None and self._on_failure is not None:
                 self._on_failure()
 
-    @property
-    def _is_idle(self) -> bool:
-        return not (self._readings or (self._jobs is not None and self._jobs.engine.has_unfinished))
-
     def _run_commands(self) -> None:
-        """Runs all commands; waits for one if no request runs."""
-        while True:
+        """Runs all commands; waits for one if nothing else is to be done."""
+        assert self._jobs is not None
+        while not self._is_stopping:
             try:
-                command = self._commands.get(block=self._is_idle and not self._waiting)
+                command = self._commands.get(block=not (self._readings or self._jobs.engine.has_unfinished))
             except queue.Empty:
                 return
             command()
-            if self._is_stopping:
-                return
 
     def _make_jobs(self) -> _Jobs:
         assert self.cache is not None
@@ -428,7 +420,7 @@ class Worker:
             max_prefill_tokens=self.settings.max_prefill_tokens,
             stream_interval=self.settings.stream_interval,
         )
-        return _Jobs(engine, self.conversations)
+        return _Jobs(engine, self.conversations, self.settings.max_new_tokens)
 
     def _warm_up(self, document: Document | None) -> Iterator[None]:
         """Compiles programs of usual requests, by answering some.
@@ -451,26 +443,25 @@ class Worker:
             while self._jobs.probes:
                 yield
 
-    def _start_jobs(self) -> None:
-        """Adds waiting jobs to the engine."""
-        assert self._jobs is not None and self.documents is not None
-        while self._waiting:
-            job = self._waiting.popleft()
-            self._limit_rows(self.documents.fixed_bytes(job.document))  # the others make room
-            try:
-                self._jobs.add(job, self.settings.max_new_tokens)
-            except ValueError as error:
-                job.send(RequestError(str(error).replace("max_new_tokens=", "max_tokens=")))
-            except Exception as error:
-                job.send(report(error, "a request could not be started"))
+    def _start(self, job: Job) -> None:
+        """Adds a job to the engine."""
+        if self._jobs is None or self.documents is None:  # at the end of the thread
+            job.send(unavailable())
+            return
+        self._limit_rows(self.documents.fixed_bytes(job.document))  # the others make room
+        try:
+            self._jobs.add(job)
+        except ValueError as error:
+            job.send(RequestError(str(error).replace("max_new_tokens=", "max_tokens=")))
+        except Exception as error:
+            job.send(report(error, "a request could not be started"))
 
     def _step(self) -> None:
         """Runs a step of the engine; an unexpected error ends its requests, and the next ones get a new engine."""
         assert self._jobs is not None and self.documents is not None
         if not self._jobs.engine.has_unfinished:
             return
-        self.documents.make_room(self._row_bytes())
-        self.conversations.trim()
+        self.documents.make_room()
         self._limit_rows(self.held_bytes + self.conversations.held_bytes)
         try:
             self._jobs.step()
@@ -480,59 +471,39 @@ class Worker:
             self._jobs = self._make_jobs()
 
     def _read_step(self) -> None:
+        """Runs a step of the first reading, which ends it also if its handler has gone."""
         if not self._readings:
             return
         future, steps = self._readings[0]
-        item = None
         if not future.cancelled():
             try:
-                if (item := next(steps)) is None:
-                    return
-                with contextlib.suppress(Exception):  # the handler has gone
-                    future.set_result(item)
+                result = next(steps)
             except Exception as error:
-                with contextlib.suppress(Exception):
-                    future.set_exception(report(error, "a document could not be read"))
+                result = report(error, "a document could not be read")
+            if result is None:
+                return
+            _settle(future, result)
         self._readings.popleft()
-        self._calls.discard(future)
-
-    def _abort(self, job: Job) -> None:
-        if job in self._waiting:
-            self._waiting.remove(job)
-        elif self._jobs is not None:
-            self._jobs.abort(job)
 
     def _fail_all(self) -> None:
         """Ends everything that handlers wait for."""
         with self._lock:
             self._is_closed = True
+        jobs, self._jobs = self._jobs, None
+        if jobs is not None:
+            jobs.fail(unavailable())
         while not self._commands.empty():
             self._commands.get()()
-        for job in self._waiting:
-            job.send(unavailable())
-        if self._jobs is not None:
-            self._jobs.fail(unavailable())
-        for future in [*self._calls]:
-            if not future.done():
-                future.set_exception(unavailable())
-        self._jobs = None
-        self._waiting.clear()
+        for future, _ in self._readings:
+            _settle(future, unavailable())
         if self.documents is not None:
             self.documents.close()
 
 
-def _check_share(cache: CachedModel, generator: Generator) -> None:
-    """Checks that the rows have the size of the budget: short texts may have more, but rows hold long ones.
-
-    Args:
-        cache: policy and budget.
-        generator: policies and sizes of the longest row.
-
-    Raises:
-        ValueError: if the smallest cache of the policy exceeds the budget.
-    """
-    if generator.is_short:
-        tokens = generator.max_prompt_tokens + generator.max_new_tokens
+def _check_share(cache: CachedModel, longest: Generator) -> None:
+    """Checks that the longest row has the size of the budget; shorter ones may exceed it."""
+    if longest.is_short:
+        tokens = longest.max_prompt_tokens + longest.max_new_tokens
         raise ValueError(
             f"budget={cache.budget} of {tokens} tokens is less than the smallest cache of policy={cache.policy}; pass "
             "a larger budget or a larger max_prompt_tokens"
@@ -540,31 +511,29 @@ def _check_share(cache: CachedModel, generator: Generator) -> None:
 
 
 def _with_limits(settings: Settings, context_length: int) -> Settings:
-    """Returns settings with the maximum length of prompts.
-
-    Args:
-        context_length: context length of the model, beyond which requests are refused.
-
-    Raises:
-        ValueError: if prompts may exceed the context length.
-    """
+    """Returns settings with the maximum length of prompts, which must not exceed the model's context length."""
     limit = settings.max_prompt_tokens
-    if limit is None:
-        return dataclasses.replace(settings, max_prompt_tokens=min(_PROMPT_TOKENS, context_length))
-    if limit > context_length:
+    if limit is not None and limit > context_length:
         raise ValueError(
             f"max_prompt_tokens={limit} exceeds the model's context length of {context_length}; pass at most that"
         )
-    return settings
+    return dataclasses.replace(settings, max_prompt_tokens=limit or min(_PROMPT_TOKENS, context_length))
 
 
-def _set_result(future: Future[Any], function: Callable[..., Any], *args: Any) -> None:
-    try:
-        future.set_result(function(*args))
-    except Exception as error:
-        future.set_exception(report(error, "a request has failed"))
+def _settle(future: Future[Any], result: Any) -> None:
+    """Sets the result or the error of a future, unless its handler has gone."""
+    if future.set_running_or_notify_cancel():
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
 
 
 def unavailable() -> RequestError:
     """Returns the error of requests without a worker."""
     return RequestError("the server is loading, has failed or ends", 503, code="unavailable")
+
+
+def full_queue(state: str) -> RequestError:
+    """Returns the error of requests for which there is no place in a queue, with the state of the server."""
+    return RequestError(f"{state}; try again later", 429, code="queue_full", headers={"Retry-After": "1"})
