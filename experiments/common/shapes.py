@@ -13,7 +13,7 @@ from jaxtyping import Float
 from kvjax_models import LanguageModel
 from kvjax_models.formats import huggingface
 from kvjax_models.formats.tokenizer import Tokenizer
-from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.config import LlamaConfig, RopeConfig
 from kvjax_models.model.llama import Llama
 from kvjax_models.model.rotary import RopeScaling
 from kvjax_models.profile import FRACTIONS, Profile
@@ -31,8 +31,7 @@ LLAMA_8B = LlamaConfig(
     kv_heads=8,
     head_dim=128,
     max_length=131072,
-    rope_theta=500000.0,
-    rope_scaling=RopeScaling("llama3", 8.0),
+    rope=RopeConfig(theta=500000.0, scaling=RopeScaling("llama3", 8.0)),
 )
 SHAPES = {
     "small": SMALL,
@@ -47,7 +46,7 @@ SHAPES = {
         kv_heads=32,
         head_dim=128,
         max_length=32768,
-        rope_scaling=RopeScaling("linear", 8.0),
+        rope=RopeConfig(scaling=RopeScaling("linear", 8.0)),
     ),
     "llama-3.1-8b": LLAMA_8B,
     # https://huggingface.co/meta-llama/Llama-3.1-70B-Instruct and Llama-3.1-405B-Instruct
@@ -81,7 +80,8 @@ def first_layers(config: LlamaConfig, layers: int | None) -> LlamaConfig:
     """Returns the configuration of a model with only the first layers; of the same model for None."""
     if layers is None:
         return config
-    return dataclasses.replace(config, layers=layers, windows=config.windows[:layers])
+    attention = dataclasses.replace(config.attention, windows=config.attention.windows[:layers])
+    return dataclasses.replace(config, layers=layers, attention=attention)
 
 
 def zero_scorer(config: LlamaConfig) -> Float[np.ndarray, "L W+2 H_kv"]:

@@ -16,6 +16,7 @@ from kvjax.combinators.head_budgets import retrieving_heads
 from kvjax_models import Citation, citations
 from kvjax_models import profile as profiles
 from kvjax_models.citations import MAX_CHARACTERS, attention_to_text, find_citations, text_parts, token_spans
+from kvjax_models.model.config import AttentionConfig
 from kvjax_models.model.rotary import rotation
 from kvjax_models.prompts import render_context
 from tests.models import tiny
@@ -236,5 +237,5 @@ def test_heads_retrieve_by_the_profile_and_keep_every_token():
     assert citations.cited_heads(read(HEADS).prefix, None) == FULL
     for document in (read(HEADS), read()):
         assert citations.cited_heads(document.prefix, document._profile) == FULL[:1]
-    windowed = tiny.make_lively_llm(windows=(24, None)).cache("exact").read(TEXT)
+    windowed = tiny.make_lively_llm(attention=AttentionConfig(windows=(24, None))).cache("exact").read(TEXT)
     assert citations.cited_heads(windowed.prefix, None) == [(1, 0), (1, 1)]

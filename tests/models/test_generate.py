@@ -14,6 +14,7 @@ import kvjax
 from experiments.common.compiled import large_outputs
 from kvjax.policy import Prompt
 from kvjax_models.model import llama
+from kvjax_models.model.config import AttentionConfig
 from kvjax_models.model.llama import Llama
 from kvjax_models.runner import decode as decode_lib
 from kvjax_models.runner import lowering, prefill, repetition
@@ -44,7 +45,7 @@ every_policy = pytest.mark.parametrize("name", POLICIES)
 
 def random_model(windows=(None, 20, None)):
     sizes = {"vocab_size": VOCABULARY, "width": 32, "mlp_width": 64, "query_heads": 4, "kv_heads": 2, "head_dim": 16}
-    config = small_config(**sizes, max_length=512, layers=len(windows), windows=windows)
+    config = small_config(**sizes, max_length=512, layers=len(windows), attention=AttentionConfig(windows=windows))
     graph, parameters = nnx.split(Llama(config, rngs=nnx.Rngs(0)))
     # Larger than initial parameters, so that logits differ and a wrong cache changes tokens.
     return nnx.merge(graph, jax.tree.map(lambda x: 3 * x if x.ndim == 2 else x, parameters))
@@ -419,12 +420,12 @@ def padded_prompts(*lengths):
     return tokens * (np.arange(lengths[0]) < np.array(lengths)[:, None]), np.array(lengths, np.int32)
 
 
-@pytest.mark.parametrize("options", [{}, {"attention_sinks": True, "attention_logit_cap": 5.0}])
+@pytest.mark.parametrize("options", [{}, {"attention.sinks": True, "attention.logit_cap": 5.0}])
 @pytest.mark.parametrize("settings", [{}, {"chunk_tokens": 100}, {"chunk_tokens": 170, "sinks": 0}], ids=str)
 def test_attention_received_from_repetitions_equals_the_scores_of_the_policy(options, settings):
     """KVzip computes scores from queries and keys of the repetition if the model does not return them."""
     policy = kvjax.KVzip(40, instruction=(1, 2), continuation=(3,), suffix=(4,), **settings)
-    model = make_model(windows=(None, 20, None), **options)
+    model = make_model(**{"attention.windows": (None, 20, None)} | options)
     tokens, lengths = padded_prompts(512, 300, 90)
     scored = []
     for layer in prefill.prefill_layers(model, tokens, jnp.asarray(lengths), 64, [0] * 3, policy.requires.repetition):
@@ -437,7 +438,7 @@ def test_attention_received_from_repetitions_equals_the_scores_of_the_policy(opt
             jnp.asarray(lengths),
             sink_logits=layer.sink_logits,
             repeated=dataclasses.replace(layer.repeated, received=None),
-            logit_cap=model.config.attention_logit_cap,
+            logit_cap=model.config.attention.logit_cap,
         )
         assert layer.repeated.received.max() < 1
         np.testing.assert_allclose(layer.repeated.received, policy.score(prompt), rtol=1e-4, atol=1e-6)
@@ -448,8 +449,11 @@ def test_attention_received_from_repetitions_equals_the_scores_of_the_policy(opt
     "options",
     [
         pytest.param({}, marks=pytest.mark.heavy),
-        {"windows": (None, 20, None), "attention_sinks": True, "attention_logit_cap": 5.0},
-        pytest.param({"norms": "sandwich", "residual_scale": 0.5, "output_bias": True}, marks=pytest.mark.heavy),
+        {"attention.windows": (None, 20, None), "attention.sinks": True, "attention.logit_cap": 5.0},
+        pytest.param(
+            {"norms.position": "sandwich", "scales.residual": 0.5, "attention.output_bias": True},
+            marks=pytest.mark.heavy,
+        ),
     ],
     ids=["plain", "window, sinks and cap", "norms and scale"],
 )

@@ -9,6 +9,7 @@ import pytest
 
 import kvjax
 from kvjax_models import LanguageModel
+from kvjax_models.model.config import AttentionConfig, RecurrenceConfig
 from kvjax_models.model.gated_delta import GatedDeltaSizes
 from kvjax_models.model.llama import Llama
 from kvjax_models.model.short_convolution import ShortConvolutionSizes
@@ -29,12 +30,17 @@ from tests.models.test_generate_sharded import (
 
 POLICY = kvjax.Exact(compact_every=4)
 DELTA = GatedDeltaSizes(key_heads=4, value_heads=8, key_dim=8, value_dim=6, kernel_size=3)
-HYBRID = {"vocab_size": 98, "layers": 3, "recurrent_layers": (0, 2), "recurrence": DELTA, "attention_gate": True}
+HYBRID = {
+    "vocab_size": 98,
+    "layers": 3,
+    "recurrence": RecurrenceConfig((0, 2), DELTA),
+    "attention": AttentionConfig(gate=True),
+}
 
 
 @functools.cache
 def make_model(**changes):
-    return tiny.make_lively_llm(**dataclasses.asdict(CONFIG) | HYBRID | changes).model
+    return tiny.make_lively_llm(**vars(CONFIG) | HYBRID | changes).model
 
 
 @needs_devices
@@ -71,7 +77,9 @@ def test_a_state_saved_on_one_mesh_continues_on_another(tmp_path):
 @needs_devices
 def test_short_convolutions_are_sharded_along_channels():
     mesh = make_mesh(data=2, tensor=4)
-    model = make_model(recurrence=ShortConvolutionSizes(channels=CONFIG.width, kernel_size=3, use_bias=True))
+    model = make_model(
+        recurrence=RecurrenceConfig((0, 2), ShortConvolutionSizes(channels=CONFIG.width, kernel_size=3, use_bias=True))
+    )
     rows, state = generate_turns(model, POLICY)
     sharded_rows, sharded_state = generate_turns(shard_model(model, mesh), POLICY)
     assert sharded_rows == rows
@@ -100,7 +108,7 @@ def test_documents_on_a_mesh(tmp_path):
 @needs_devices
 def test_key_heads_must_be_divided_among_the_devices():
     sizes = dataclasses.replace(DELTA, key_heads=2)
-    config = dataclasses.replace(CONFIG, **HYBRID | {"recurrence": sizes})
+    config = dataclasses.replace(CONFIG, **HYBRID | {"recurrence": RecurrenceConfig((0, 2), sizes)})
     model = shard_model(Llama(config, rngs=tiny.nnx.Rngs(0)), make_mesh(data=2, tensor=4))
     with pytest.raises(ValueError, match="2 along 'H' cannot be divided among 4 devices along 'tensor'"):
         Generator(model, POLICY, **SIZES).init_state()

@@ -13,6 +13,7 @@ from flax import nnx
 import kvjax
 from kvjax_models import profile
 from kvjax_models.adapters import layers as adapter_layers
+from kvjax_models.model.config import AttentionConfig
 from kvjax_models.model.llama import Llama
 from kvjax_models.runner import lowering, prefill
 from kvjax_models.runner.generator import Generator, prefill_together
@@ -23,7 +24,7 @@ from tests.models.support import compile_counts, key_data, small_config
 VOCABULARY, CHUNK, PADDED = 128, 16, 80
 LENGTHS = (70, 33, 1)
 SIZES = {"vocab_size": VOCABULARY, "width": 32, "mlp_width": 64, "query_heads": 4, "kv_heads": 2, "head_dim": 16}
-CONFIG = small_config(**SIZES, max_length=512, layers=3, windows=(None, 20, None))
+CONFIG = small_config(**SIZES, max_length=512, layers=3, attention=AttentionConfig(windows=(None, 20, None)))
 PROMPTS = [np.random.default_rng(length).integers(0, VOCABULARY, length).tolist() for length in LENGTHS]
 POLICY = kvjax.KVzap(24, compact_every=8)
 

@@ -14,6 +14,7 @@ from kvjax_models.cli.chat import Chat, Conversation
 from kvjax_models.cli.generate import Generate
 from kvjax_models.formats import huggingface
 from kvjax_models.formats.tokenizer import Tokenizer
+from kvjax_models.model.config import AttentionConfig
 from tests.models import tiny
 from tests.models.huggingface_files import save_model
 from tests.models.loops import generate
@@ -395,7 +396,7 @@ def test_reprs_are_short(llm):
 @pytest.mark.parametrize("budget", [64 * 2**10, 256 * 2**10])
 @pytest.mark.parametrize("policy", ["snapkv", "chelsea:chunk=16,recent=16", "auto"])
 def test_budgets_in_bytes_include_sliding_windows(policy, budget):
-    llm = tiny.make_llm(windows=(64, None, 64, 64), layers=4)
+    llm = tiny.make_llm(attention=AttentionConfig(windows=(64, None, 64, 64)), layers=4)
     sizes = {"batch": 1, "max_prompt_tokens": 4000, "max_new_tokens": 40}
     generator = llm.cache(policy, f"{budget}B", kv_dtype="int8").generator(**sizes)
     assert 0.5 * budget < generator.row_bytes <= budget  # windows are counted with the largest staging buffer
@@ -406,6 +407,6 @@ def test_budgets_in_bytes_include_sliding_windows(policy, budget):
 
 
 def test_budgets_in_bytes_below_the_sliding_windows_are_refused():
-    llm = tiny.make_llm(windows=(64, None, 64, 64), layers=4)
+    llm = tiny.make_llm(attention=AttentionConfig(windows=(64, None, 64, 64)), layers=4)
     with pytest.raises(ValueError, match=r"budget=20KiB is less than the 78.2 KiB that 3 layers with a sliding window"):
         llm.cache("snapkv", "20KiB").generator(max_prompt_tokens=400, max_new_tokens=40)

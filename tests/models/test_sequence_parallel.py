@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 import kvjax
 from experiments.common.compiled import collectives, large_outputs
 from kvjax_models.model import flash_attention
-from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.config import AttentionConfig, ExpertConfig, LlamaConfig, NormConfig
 from kvjax_models.model.llama import Llama
 from kvjax_models.runner import lowering, prefill
 from kvjax_models.runner.generator import Generator
@@ -28,9 +28,12 @@ heavy = functools.partial(pytest.param, marks=pytest.mark.heavy)
 CONFIG = LlamaConfig(
     vocab_size=40, width=32, mlp_width=16, layers=2, query_heads=8, kv_heads=4, head_dim=8, max_length=4096
 )
-SINKS_AND_CAP = {"attention_sinks": True, "attention_logit_cap": 5.0, "windows": (40, None)}
-EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_width": 16, "mlp_bias": True}
-NORMS = {"norms": "sandwich", "query_key_norm": True, "joint_query_key_norm": True, "windows": (None, 100)}
+SINKS_AND_CAP = {"attention": AttentionConfig(sinks=True, logit_cap=5.0, windows=(40, None))}
+EXPERTS = {"experts": ExpertConfig(4, 2, 16), "mlp_bias": True}
+NORMS = {
+    "norms": NormConfig("sandwich"),
+    "attention": AttentionConfig(query_key_norm=True, joint_query_key_norm=True, windows=(None, 100)),
+}
 # Query heads, KV heads, the mesh and further options of models whose devices share heads or tokens.
 MODELS = {
     "heads": (8, 4, {"tensor": 8}, {}),
@@ -48,7 +51,7 @@ CHUNK, LENGTHS = 16, [300, 512]
 def random_model(query_heads, kv_heads, options=None, dtype=jnp.float32):
     config = dataclasses.replace(CONFIG, query_heads=query_heads, kv_heads=kv_heads, **options or {})
     model = Llama(config, dtype=dtype, rngs=nnx.Rngs(0))
-    if config.attention_sinks:
+    if config.attention.sinks:
         for layer in model.layers:
             layer.attention.sinks[...] = jnp.linspace(-2.0, 2.0, query_heads, dtype=dtype)
     return model
@@ -146,7 +149,7 @@ def test_repetitions_equal_those_of_one_device(name):
 )
 def test_a_kernel_equals_chunks(monkeypatch, name, is_sharded, supports_runs, expected_call):
     monkeypatch.setattr(flash_attention, "BLOCK", 128)
-    model = random_models(name, head_dim=64, experts=0)[is_sharded]
+    model = random_models(name, head_dim=64, experts=None)[is_sharded]
     calls = set()
 
     def attend(spec, query, *args, run):

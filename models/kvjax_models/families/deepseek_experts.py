@@ -11,13 +11,13 @@ DEFAULTS: dict[str, Any] = {
     "routed_scaling_factor": 1.0,
 }
 KEYS: dict[str, str | tuple[str, ...]] = {
-    "n_routed_experts": "experts",
-    "num_experts_per_tok": "experts_per_token",
-    "moe_intermediate_size": "expert_width",
-    "norm_topk_prob": "normalize_expert_weights",
-    "n_group": "expert_groups",
-    "topk_group": "expert_groups_per_token",
-    "routed_scaling_factor": "routed_scaling_factor",
+    "n_routed_experts": "experts.number",
+    "num_experts_per_tok": "experts.per_token",
+    "moe_intermediate_size": "experts.width",
+    "norm_topk_prob": "experts.normalize_weights",
+    "n_group": "experts.groups",
+    "topk_group": "experts.groups_per_token",
+    "routed_scaling_factor": "experts.scaling_factor",
 }
 ALIASES = {"num_local_experts": "n_routed_experts"}  # transformers' other name
 # "noaux_tc" names the selection by sigmoid scores with a bias.
@@ -41,7 +41,7 @@ def expert_fields(values: ConfigValues) -> dict[str, Any]:
     shared = values.integer("n_shared_experts", minimum=0)
     dense = min(values.integer("first_k_dense_replace", minimum=0), values.integer("num_hidden_layers"))
     return {
-        "scoring_func": "sigmoid",
-        "shared_expert_width": shared * values.integer("moe_intermediate_size"),
-        "dense_layers": tuple(range(dense)),
+        "experts.scoring_func": "sigmoid",
+        "experts.shared_width": shared * values.integer("moe_intermediate_size"),
+        "experts.dense_layers": tuple(range(dense)),
     }

@@ -16,7 +16,7 @@ DOTS1 = Family(
         "first_k_dense_replace": 0,
         "norm_topk_prob": False,
     },
-    fields={"query_key_norm": True},
+    fields={"attention.query_key_norm": True},
     keys=ATTENTION_BIAS | deepseek_experts.KEYS,
     more_fields=deepseek_experts.expert_fields,
     layer_types=later_layers,

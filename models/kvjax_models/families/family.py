@@ -51,7 +51,7 @@ EXPERTS: dict[Path, str] = {
     ("experts", "down"): "mlp.experts.{}.down_proj",
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-ATTENTION_BIAS: dict[str, str | tuple[str, ...]] = {"attention_bias": ("qkv_bias", "output_bias")}
+ATTENTION_BIAS: dict[str, str | tuple[str, ...]] = {"attention_bias": ("attention.qkv_bias", "attention.output_bias")}
 
 
 @dataclasses.dataclass(frozen=True)

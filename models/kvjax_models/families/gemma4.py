@@ -43,9 +43,9 @@ def _head_sizes(values: ConfigValues) -> dict[str, Any]:
         sizes |= _listed_sizes(values, listed)
     return {
         **_expert_fields(values),
-        "embedding_scale": values.integer("hidden_size") ** 0.5,
-        "window_kv_heads": values.integer("num_key_value_heads"),
-        "window_head_dim": values.integer("head_dim"),
+        "scales.embedding": values.integer("hidden_size") ** 0.5,
+        "attention.window_kv_heads": values.integer("num_key_value_heads"),
+        "attention.window_head_dim": values.integer("head_dim"),
         "kv_heads": sizes.integer("num_key_value_heads"),
         "head_dim": sizes.integer("head_dim"),
     }
@@ -56,10 +56,10 @@ def _expert_fields(values: ConfigValues) -> dict[str, Any]:
     if not values.boolean("enable_moe_block"):
         return {}
     return {
-        "parallel_experts": True,
-        "experts": values.integer("num_experts"),
-        "experts_per_token": values.integer("top_k_experts"),
-        "expert_width": values.integer("moe_intermediate_size"),
+        "experts.parallel": True,
+        "experts.number": values.integer("num_experts"),
+        "experts.per_token": values.integer("top_k_experts"),
+        "experts.width": values.integer("moe_intermediate_size"),
     }
 
 
@@ -101,16 +101,16 @@ GEMMA4 = Family(
         },
     },
     fields={
-        "norms": "sandwich",
-        "query_key_norm": True,
-        "value_norm": True,
-        "layer_scale": True,
-        "attention_scale": 1.0,
+        "norms.position": "sandwich",
+        "attention.query_key_norm": True,
+        "attention.value_norm": True,
+        "scales.layer": True,
+        "attention.scale": 1.0,
     },
     keys={
-        "attention_bias": ("qkv_bias", "output_bias"),
-        "final_logit_softcapping": "logit_cap",
-        "attention_k_eq_v": "keys_as_values",
+        "attention_bias": ("attention.qkv_bias", "attention.output_bias"),
+        "final_logit_softcapping": "scales.logit_cap",
+        "attention_k_eq_v": "attention.keys_as_values",
     },
     more_fields=_head_sizes,
     layer_types=_layer_types,

@@ -26,15 +26,15 @@ def _scaled_theta(values: ConfigValues) -> dict[str, Any]:
     if rope.get("rope_type", rope.get("type")) != "dynamic" or not rope.get("alpha"):
         return {}
     theta = ConfigValues({"rope_theta": 10000.0} | values | rope).number("rope_theta")
-    return {"rope_theta": theta * rope.number("alpha") ** (head_dim / (head_dim - 2)), "rope_scaling": None}
+    return {"rope.theta": theta * rope.number("alpha") ** (head_dim / (head_dim - 2)), "rope.scaling": None}
 
 
 HUNYUAN_V1_DENSE = Family(
     "hunyuan_v1_dense",
     "HunYuanDenseV1ForCausalLM",
     defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
-    fields={"query_key_norm": True, "query_key_norm_after_rope": True},
-    keys={"attention_bias": ("qkv_bias", "output_bias")},
+    fields={"attention.query_key_norm": True, "attention.query_key_norm_after_rope": True},
+    keys={"attention_bias": ("attention.qkv_bias", "attention.output_bias")},
     more_fields=_scaled_theta,
     rope_keys=("alpha",),
     other_keys=(*_SUPPORTED, "attention_head_dim", "cla_share_factor", "add_classification_head"),

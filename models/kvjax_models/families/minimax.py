@@ -37,7 +37,7 @@ def _rotary_dim(values: ConfigValues) -> dict[str, Any]:
             raise ValueError(f"not supported: {key}={values[key]!r}; supported: {supported!r}")
     if any(kind != 1 for kind in values.per_layer("attn_type_list") or []):
         raise ValueError(f"not supported: attn_type_list={values['attn_type_list']}; supported: 1 in every layer")
-    return {} if values.get("rotary_dim") is None else {"rotary_dim": values.integer("rotary_dim")}
+    return {} if values.get("rotary_dim") is None else {"rope.rotary_dim": values.integer("rotary_dim")}
 
 
 MINIMAX_M2 = Family(
@@ -51,7 +51,11 @@ MINIMAX_M2 = Family(
         "num_experts_per_tok": 8,
         "num_local_experts": 256,
     },
-    fields={"query_key_norm": True, "joint_query_key_norm": True, "scoring_func": "sigmoid"},
+    fields={
+        "attention.query_key_norm": True,
+        "attention.joint_query_key_norm": True,
+        "experts.scoring_func": "sigmoid",
+    },
     keys=MIXTRAL.keys,
     more_fields=_rotary_dim,
     partial_rotary=True,

@@ -18,7 +18,7 @@ def _query_growth(values: ConfigValues) -> dict[str, Any]:
     if not rope.get("llama_4_scaling_beta"):
         return {}
     period = ConfigValues(values | rope).integer("original_max_position_embeddings")
-    return {"query_growth": rope.number("llama_4_scaling_beta"), "query_period": period}
+    return {"rope.query_growth": rope.number("llama_4_scaling_beta"), "rope.query_period": period}
 
 
 MINISTRAL3 = Family(

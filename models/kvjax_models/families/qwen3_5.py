@@ -31,7 +31,7 @@ def gated_delta(values: ConfigValues) -> dict[str, Any]:
         value_dim=values.integer("linear_value_head_dim"),
         kernel_size=values.integer("linear_conv_kernel_dim", minimum=2),
     )
-    return {"recurrence": sizes}
+    return {"recurrence.sizes": sizes}
 
 
 QWEN3_5 = Family(
@@ -50,8 +50,8 @@ QWEN3_5 = Family(
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
     },
-    fields={"norm_offset": 1.0, "query_key_norm": True, "attention_gate": True},
-    keys={"attention_bias": ("qkv_bias", "output_bias")},
+    fields={"norms.offset": 1.0, "attention.query_key_norm": True, "attention.gate": True},
+    keys={"attention_bias": ("attention.qkv_bias", "attention.output_bias")},
     activations={"silu": "silu"},  # also of the convolutions
     more_fields=gated_delta,
     layer_types=_every_nth_attends,
@@ -80,13 +80,13 @@ QWEN3_5_MOE = dataclasses.replace(
         "shared_expert_intermediate_size": 512,
         "intermediate_size": 512,  # of single MLPs, which no layer has
     },
-    fields={**QWEN3_5.fields, "shared_expert_gate": True},
+    fields={**QWEN3_5.fields, "experts.shared_gate": True},
     keys={
         **QWEN3_5.keys,
-        "num_experts": "experts",
-        "num_experts_per_tok": "experts_per_token",
-        "moe_intermediate_size": "expert_width",
-        "shared_expert_intermediate_size": "shared_expert_width",
+        "num_experts": "experts.number",
+        "num_experts_per_tok": "experts.per_token",
+        "moe_intermediate_size": "experts.width",
+        "shared_expert_intermediate_size": "experts.shared_width",
     },
     modules=GATED_SHARED_EXPERT,
 )

@@ -436,8 +436,8 @@ def _convert_tensors(file: GGUFFile, family: Family, config: LlamaConfig) -> Ite
         if name in _ROPE_TENSORS:
             continue
         converted: StoredTensor = tensor
-        if config.norm_offset and name.endswith("_norm.weight"):
-            converted = _Tensor((tensor,), tensor.shape, lambda scale: scale.astype(np.float32) - config.norm_offset)
+        if config.norms.offset and name.endswith("_norm.weight"):
+            converted = _Tensor((tensor,), tensor.shape, lambda scale: scale.astype(np.float32) - config.norms.offset)
         match = _BLOCK_TENSOR.fullmatch(name)
         if match is None:
             yield _TOP_LEVEL.get(name, name), converted

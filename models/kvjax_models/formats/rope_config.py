@@ -55,10 +55,10 @@ def parse_rope(family: Family, values: ConfigValues) -> dict[str, Any]:
     elif not family.scaled_windows and scaling is not None:
         window_theta = theta
     return {
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "rotary_dim": None if rotary_dim == values.integer("head_dim") else rotary_dim,
-        "window_rope_theta": window_theta,
+        "rope.theta": theta,
+        "rope.scaling": scaling,
+        "rope.rotary_dim": None if rotary_dim == values.integer("head_dim") else rotary_dim,
+        "rope.window_theta": window_theta,
     }
 
 

@@ -177,7 +177,7 @@ def _text_name(name: str) -> str:
 
 def _heads_order(family: Family, config: LlamaConfig, width: int) -> np.ndarray | None:
     """Returns the permutation of the last axis of a query or key projection of this width."""
-    order = head_dim_order(config.head_dim, config.rotary_dim, family.interleaved_rope)
+    order = head_dim_order(config.head_dim, config.rope.rotary_dim, family.interleaved_rope)
     if order is None:
         return None
     return (np.arange(0, width, config.head_dim)[:, None] + order).reshape(-1)
@@ -196,12 +196,12 @@ def _projection_rule(family: Family, config: LlamaConfig, path: Path, shape: Sha
     """
     is_attention, leaf = path[2] == "attention", "bias" if path[-1] == "bias" else "weight"
     modules, has_window = family.module_names(path[2:-1]), config.window(int(path[1])) is not None
-    fused, keys_as_values = len(modules) == 1, is_attention and config.keys_as_values and not has_window
+    fused, keys_as_values = len(modules) == 1, is_attention and config.attention.keys_as_values and not has_window
     modules = modules[:2] if keys_as_values else modules
     names = tuple(f"model.layers.{path[1]}.{module}.{leaf}" for module in modules)
     inputs = shape[:1] if leaf == "weight" else ()
     heads = (config.kv_heads,) if is_attention else ()
-    has_gate = is_attention and config.attention_gate
+    has_gate = is_attention and config.attention.gate
     counts = (config.query_heads // config.kv_heads, 1, 1) if is_attention else (1,) * shape[-2]
     widths = [math.prod(heads) * count * shape[-1] for count in counts]
     rotated = (True, True, False) if is_attention else (False,) * shape[-2]
@@ -247,8 +247,7 @@ def _delta_projection_rule(family: Family, config: LlamaConfig, path: Path, shap
     The file has one tensor, in which every key head has its outputs in turn, or several, in which every kind of output
     has its heads in turn: queries, keys and values in one tensor, and gates in another one.
     """
-    modules, sizes = family.module_names(path[2:-1]), config.recurrence
-    assert isinstance(sizes, GatedDeltaSizes)
+    modules, sizes = family.module_names(path[2:-1]), _delta_sizes(config)
     inputs, heads, outputs = shape
     gates = sizes.group_size * sizes.value_dim
     kinds = ((outputs - gates, gates), (sizes.group_size,) * 2)[path[3] == "ba"]
@@ -288,9 +287,14 @@ def _short_convolution_rule(family: Family, path: Path, shape: Shape) -> TensorR
 
 def _split_by_kind(tensor: np.ndarray, config: LlamaConfig) -> list[np.ndarray]:
     """Returns the rows of queries, keys and values of the gated delta rule."""
-    assert isinstance(config.recurrence, GatedDeltaSizes)
-    keys = config.recurrence.key_heads * config.recurrence.key_dim
+    sizes = _delta_sizes(config)
+    keys = sizes.key_heads * sizes.key_dim
     return np.split(tensor, [keys, 2 * keys])
+
+
+def _delta_sizes(config: LlamaConfig) -> GatedDeltaSizes:
+    assert config.recurrence is not None and isinstance(config.recurrence.sizes, GatedDeltaSizes)
+    return config.recurrence.sizes
 
 
 def _expert_rule(name: str, path: Path, shape: Shape) -> TensorRule:

@@ -39,8 +39,8 @@ class RMSNorm(nnx.Module):
             features: size of the normalized axis.
             config: configuration with epsilon and offset of the norm.
         """
-        self.epsilon, self.offset = config.norm_epsilon, config.norm_offset
-        self.scale = nnx.Param(jnp.full(features, 1 - config.norm_offset, dtype))
+        self.epsilon, self.offset = config.norms.epsilon, config.norms.offset
+        self.scale = nnx.Param(jnp.full(features, 1 - config.norms.offset, dtype))
 
     def __call__(self, x: Float[Array, "... W"]) -> Float[Array, "... W"]:
         """Returns the normalized and scaled input."""
@@ -61,27 +61,25 @@ class Attention(nnx.Module):
             rngs: random keys of the initial parameters.
             quantized: whether kernels are int8.
         """
-        linear = make_linear(quantized, dtype, rngs)
+        linear, features = make_linear(quantized, dtype, rngs), config.attention
         query_width, kv_width = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
         self.query_heads, self.kv_heads, self.head_dim = config.query_heads, config.kv_heads, config.head_dim
-        self.query_key_norm, self.joint_norm = config.query_key_norm, config.joint_query_key_norm
-        self.norm_after_rope = config.query_key_norm_after_rope
+        self.query_key_norm, self.joint_norm = features.query_key_norm, features.joint_query_key_norm
+        self.norm_after_rope = features.query_key_norm_after_rope
         # Attention divides logits by sqrt(head_dim); this factor makes it the model's scale.
-        scale = config.attention_scale
-        self.query_scale = 1.0 if scale is None else scale * config.head_dim**0.5
+        self.query_scale = 1.0 if features.scale is None else features.scale * config.head_dim**0.5
         # One projection [W, H_kv, G + 2, D]: each KV head with the queries of its group, so that devices get entire
         # heads.
         self.group_size = config.query_heads // config.kv_heads
         shape = (config.kv_heads, self.group_size + 2, config.head_dim)
-        self.qkv = linear(config.width, shape, use_bias=config.qkv_bias)
-        self.output = linear(query_width, config.width, use_bias=config.output_bias)
-        has_gate, gate_bias = config.attention_gate, config.qkv_bias
-        self.output_gate = linear(config.width, query_width, use_bias=gate_bias) if has_gate else None
-        if config.query_key_norm:
+        self.qkv = linear(config.width, shape, use_bias=features.qkv_bias)
+        self.output = linear(query_width, config.width, use_bias=features.output_bias)
+        self.output_gate = linear(config.width, query_width, use_bias=features.qkv_bias) if features.gate else None
+        if features.query_key_norm:
             self.query_norm = RMSNorm(query_width if self.joint_norm else config.head_dim, config, dtype)
             self.key_norm = RMSNorm(kv_width if self.joint_norm else config.head_dim, config, dtype)
-        self.value_norm_epsilon = config.norm_epsilon if config.value_norm else None
-        self.sinks = nnx.Param(jnp.zeros(config.query_heads, dtype)) if config.attention_sinks else None
+        self.value_norm_epsilon = config.norms.epsilon if features.value_norm else None
+        self.sinks = nnx.Param(jnp.zeros(config.query_heads, dtype)) if features.sinks else None
 
     def project(
         self,
@@ -218,18 +216,19 @@ class _Layer(nnx.Module):
             rngs: random keys of the initial parameters.
             quantized: whether kernels are int8.
         """
-        self.residual_scale = config.residual_scale
-        has_pre_norm, has_post_norm = config.norms != "post", config.norms != "pre"
+        self.residual_scale = config.scales.residual
+        has_pre_norm, has_post_norm = config.norms.position != "post", config.norms.position != "pre"
         self.attention_norm = RMSNorm(config.width, config, dtype) if has_pre_norm else None
         self._add_mixer(config, number, dtype, rngs, quantized)
         self.after_attention_norm = RMSNorm(config.width, config, dtype) if has_post_norm else None
         self.mlp_norm = RMSNorm(config.width, config, dtype) if has_pre_norm else None
         self.mlp = _make_mlp(config, number, dtype, rngs, quantized)
+        has_parallel_experts = config.experts is not None and config.experts.parallel
         self.parallel_experts = (
-            ParallelExperts(config, dtype=dtype, rngs=rngs, quantized=quantized) if config.parallel_experts else None
+            ParallelExperts(config, dtype=dtype, rngs=rngs, quantized=quantized) if has_parallel_experts else None
         )
         self.after_mlp_norm = RMSNorm(config.width, config, dtype) if has_post_norm else None
-        self.layer_scale = nnx.Param(jnp.ones(1, dtype)) if config.layer_scale else None
+        self.layer_scale = nnx.Param(jnp.ones(1, dtype)) if config.scales.layer else None
 
     def _add_mixer(
         self, config: LlamaConfig, number: int, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, quantized: bool
@@ -272,7 +271,7 @@ class DecoderLayer(_Layer):
     def _add_mixer(
         self, config: LlamaConfig, number: int, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, quantized: bool
     ) -> None:
-        self.window, self.attention_logit_cap = config.window(number), config.attention_logit_cap
+        self.window, self.attention_logit_cap = config.window(number), config.attention.logit_cap
         self.attention = Attention(config.of_layer(number), dtype=dtype, rngs=rngs, quantized=quantized)
 
     @property
@@ -360,7 +359,7 @@ class RecurrentLayer(_Layer):
         self, config: LlamaConfig, number: int, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, quantized: bool
     ) -> None:
         assert config.recurrence is not None
-        sizes, epsilon = config.recurrence, config.norm_epsilon
+        sizes, epsilon = config.recurrence.sizes, config.norms.epsilon
         self.mixer: Any = make_mixer(config.width, sizes, epsilon, dtype=dtype, rngs=rngs, quantized=quantized)
 
     def __call__(
@@ -451,7 +450,7 @@ class Llama(nnx.Module):
         Returns:
             The scaled embeddings, which are the residual stream before the first layer.
         """
-        x, scale = self.embedding(tokens), self.config.embedding_scale
+        x, scale = self.embedding(tokens), self.config.scales.embedding
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     def rotation(self, positions: Int[Array, "B T"], layer: int = 0, tokens: int | None = None) -> Angles:
@@ -491,8 +490,8 @@ class Llama(nnx.Module):
         Returns:
             Logits over the vocabulary, float32.
         """
-        logits = self._project_logits(self.norm(x)) / self.config.logit_divisor
-        cap = self.config.logit_cap
+        cap = self.config.scales.logit_cap
+        logits = self._project_logits(self.norm(x)) / self.config.scales.logit_divisor
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def _project_logits(self, x: Float[Array, "... W"]) -> Float[Array, "... V"]:
@@ -520,7 +519,7 @@ def _make_mlp(
     config: LlamaConfig, layer: int, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, quantized: bool
 ) -> Mlp | Experts:
     """Returns the MLP or the experts of a layer."""
-    if not config.experts or config.parallel_experts or layer in config.dense_layers:
+    if config.experts is None or config.experts.parallel or layer in config.experts.dense_layers:
         linear = make_linear(quantized, dtype, rngs)
         return Mlp(config.width, config.mlp_width, config.activation, config.mlp_bias, linear)
     return Experts(config, dtype=dtype, rngs=rngs, quantized=quantized)
