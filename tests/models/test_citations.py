@@ -53,7 +53,7 @@ def full_attention(model, tokens):
     x, all_probabilities = model.embed(jnp.asarray([tokens])), []
     for number, layer in enumerate(model.layers):
         angles = rotation(model.config.rotary(number, 512), jnp.arange(len(tokens))[None])
-        queries, keys, values = layer.project(x, *angles)
+        queries, keys, values = layer.project(x, angles)
         group = queries.shape[2] // keys.shape[2]
         keys, values = (jnp.repeat(one, group, axis=2) for one in (keys, values))
         logits = jnp.einsum("bthd,bshd->bhts", queries, keys) / np.sqrt(queries.shape[3])

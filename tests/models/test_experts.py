@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from kvjax_models.model.activations import ACTIVATIONS
 from kvjax_models.model.experts import Experts, blocks_by_expert
+from kvjax_models.model.parameters import Initializer
 from tests.models.support import small_config
 
 
 def layer(experts, per_token, **options):
     sizes = {"experts.number": experts, "experts.per_token": per_token, "experts.width": 6}
     config = small_config(width=8, **sizes | {"experts.scaling_factor": 1.5} | options)
-    experts_layer = Experts(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    experts_layer = Experts(config, Initializer(jnp.float32, nnx.Rngs(0)))
     random = np.random.default_rng(0)
     state = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype), nnx.state(experts_layer))
     nnx.update(experts_layer, state)

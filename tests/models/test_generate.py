@@ -473,7 +473,7 @@ def test_weights_of_repetitions_are_gradients_and_norms(options):
         positions = jnp.arange(len(text))[None]
         x = model.embed(text[None])
         for number, (layer, zero) in enumerate(zip(model.layers, zeros, strict=True)):
-            query, key, value = layer.project(x, *model.rotation(positions, number, 192))
+            query, key, value = layer.project(x, model.rotation(positions, number, 192))
             attended = llama._causal_attention(layer, query, key, value)
             output = layer.project_output(x, attended).at[0, -len(zero) :].add(zero)
             x = layer.add_attention(x, output)

@@ -132,7 +132,7 @@ def test_repetitions_continue_the_states_of_their_prompts(llm):
             if number in model.config.recurrent_layers:
                 x, _ = layer(x, layer.init_state(1), lengths)
                 continue
-            query, key, value = layer.project(x, *model.rotation(jnp.arange(entire.shape[1])[None], number))
+            query, key, value = layer.project(x, model.rotation(jnp.arange(entire.shape[1])[None], number))
             x = layer.finish(x, jax.nn.dot_product_attention(query, key, value, is_causal=True))
         np.testing.assert_allclose(keys[:size], key[0, 64:], atol=5e-4)
 

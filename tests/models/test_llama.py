@@ -29,7 +29,7 @@ def build(**changes):
 def test_logits_are_float32():
     model = Llama(SMALL, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     hidden = model.hidden_states(TOKENS)
-    projected = model.layers[0].project(hidden, *model.rotation(jnp.zeros((2, 12), jnp.int32)))
+    projected = model.layers[0].project(hidden, model.rotation(jnp.zeros((2, 12), jnp.int32)))
     assert model(TOKENS).dtype == jnp.float32
     assert {x.dtype for x in (hidden, *projected)} == {jnp.dtype(jnp.bfloat16)}
 

@@ -1,8 +1,5 @@
 """Gated MLPs, and mixtures of experts in which every token is processed by a few of many MLPs."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,7 +7,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax_models.model.activations import ACTIVATIONS, UNGATED
 from kvjax_models.model.config import ExpertConfig, LlamaConfig
-from kvjax_models.model.quantized import dot_general, make_linear, multiply
+from kvjax_models.model.parameters import Initializer
+from kvjax_models.model.quantized import dot_general, multiply
 
 BLOCK = 128  # maximum number of tokens of one expert in a matrix product
 
@@ -18,17 +16,16 @@ BLOCK = 128  # maximum number of tokens of one expert in a matrix product
 class Mlp(nnx.Module):
     """An MLP, down(activation(gate, up)), with one projection for gate and up; some activations have no gate."""
 
-    def __init__(self, width: int, hidden: int, activation: str, bias: bool, linear: Callable[..., Any]):
+    def __init__(self, width: int, hidden: int, activation: str, use_bias: bool, init: Initializer):
         """Creates an MLP.
 
         Args:
             width: size of input and output.
-            bias: whether the projections have biases.
-            linear: constructor of projections (`quantized.make_linear`).
+            use_bias: whether the projections have biases.
         """
         self.activation = activation
-        self.gate_up = linear(width, (1 if activation in UNGATED else 2, hidden), use_bias=bias)
-        self.down = linear(hidden, width, use_bias=bias)
+        self.gate_up = init.linear(width, (1 if activation in UNGATED else 2, hidden), use_bias=use_bias)
+        self.down = init.linear(hidden, width, use_bias=use_bias)
 
     def __call__(self, x: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
         """Returns the output of the MLP."""
@@ -39,31 +36,12 @@ class Mlp(nnx.Module):
 class ExpertLinear(nnx.Module):
     """One linear projection per expert: kernel [E, in, out], bias [E, out]."""
 
-    def __init__(
-        self,
-        experts: int,
-        inputs: int,
-        outputs: int,
-        bias: bool,
-        *,
-        dtype: jax.typing.DTypeLike,
-        rngs: nnx.Rngs,
-        quantized: bool = False,
-    ):
-        """Creates the projections.
-
-        Args:
-            bias: whether there are biases.
-            rngs: random keys of the initial parameters.
-            quantized: whether the kernel is int8, with a scale [E, out].
-        """
+    def __init__(self, experts: int, inputs: int, outputs: int, use_bias: bool, init: Initializer):
+        """Creates the projections; an int8 kernel has a scale [E, out]."""
         shape = (experts, inputs, outputs)
-        if quantized:
-            self.kernel = nnx.Param(jnp.zeros(shape, jnp.int8))
-        else:
-            self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * inputs**-0.5)
-        self.channel_scale = nnx.Param(jnp.zeros((experts, outputs), dtype)) if quantized else None
-        self.bias = nnx.Param(jnp.zeros((experts, outputs), dtype)) if bias else None
+        self.kernel = nnx.Param(jnp.zeros(shape, jnp.int8)) if init.quantized else init.normal(shape, inputs**-0.5)
+        self.channel_scale = init.zeros(experts, outputs) if init.quantized else None
+        self.bias = init.zeros(experts, outputs) if use_bias else None
 
     def __call__(self, expert: Int[Array, ""], x: Float[Array, "b in"]) -> Float[Array, "b out"]:
         """Returns the projection of one expert.
@@ -90,24 +68,20 @@ class Router(nnx.Module):
         DeepSeek-V3 Technical Report, section 2.1.2.
     """
 
-    def __init__(
-        self, width: int, experts: ExpertConfig, use_bias: bool, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs
-    ):
-        """Creates a router.
+    def __init__(self, width: int, experts: ExpertConfig, use_bias: bool, init: Initializer):
+        """Creates a router, which is never quantized.
 
         Args:
             width: size of the input.
             experts: number of experts and settings of the selection.
             use_bias: whether logits have a bias.
-            dtype: dtype of kernel and bias; the selection bias is float32.
-            rngs: random keys of the initial parameters.
         """
         self.settings = experts
-        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (width, experts.number), dtype) * width**-0.5)
-        self.bias = nnx.Param(jnp.zeros(experts.number, dtype)) if use_bias else None
+        self.kernel = init.normal((width, experts.number), width**-0.5)
+        self.bias = init.zeros(experts.number) if use_bias else None
         uses_sigmoid = experts.scoring_func == "sigmoid"
         self.selection_bias = nnx.Param(jnp.zeros(experts.number, jnp.float32)) if uses_sigmoid else None
-        self.expert_scale = nnx.Param(jnp.ones(experts.number, dtype)) if experts.parallel else None
+        self.expert_scale = init.ones(experts.number) if experts.parallel else None
 
     def __call__(self, tokens: Float[Array, "N W"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
         """Returns the weights (float32) and the indices of the k selected experts of each token."""
@@ -156,33 +130,22 @@ class Experts(nnx.Module):
     the shared expert, if there is one, whose output may be scaled by a gate, the sigmoid of a projection to one number.
     """
 
-    def __init__(self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, quantized: bool = False):
+    def __init__(self, config: LlamaConfig, init: Initializer):
         """Creates router and experts.
 
         Args:
             config: configuration of the model.
-            dtype: dtype of parameters and activations.
-            rngs: random keys of the initial parameters.
-            quantized: whether the kernels of the experts are int8.
         """
         assert config.experts is not None
-        experts, width, hidden = config.experts, config.width, config.experts.width
-
-        def linear(inputs: int, outputs: int) -> ExpertLinear:
-            return ExpertLinear(
-                experts.number, inputs, outputs, config.mlp_bias, dtype=dtype, rngs=rngs, quantized=quantized
-            )
-
+        experts, width, use_bias = config.experts, config.width, config.mlp_bias
         self.experts, self.activation = experts.number, config.activation
-        self.router = Router(width, experts, config.mlp_bias, dtype=dtype, rngs=rngs)
-        self.gate = linear(width, hidden)
-        self.up = linear(width, hidden)
-        self.down = linear(hidden, width)
-        make, shared_width = make_linear(quantized, dtype, rngs), experts.shared_width
-        self.shared = Mlp(width, shared_width, config.activation, config.mlp_bias, make) if shared_width else None
-        # The gate, like the router, stays in the model's dtype.
-        make_gate = make_linear(False, dtype, rngs)
-        self.shared_gate = make_gate(width, 1, use_bias=False) if experts.shared_gate else None
+        self.router = Router(width, experts, use_bias, init)
+        self.gate = ExpertLinear(experts.number, width, experts.width, use_bias, init)
+        self.up = ExpertLinear(experts.number, width, experts.width, use_bias, init)
+        self.down = ExpertLinear(experts.number, experts.width, width, use_bias, init)
+        has_shared = experts.shared_width > 0
+        self.shared = Mlp(width, experts.shared_width, config.activation, use_bias, init) if has_shared else None
+        self.shared_gate = init.float_linear(width, 1, use_bias=False) if experts.shared_gate else None
 
     def __call__(
         self, x: Float[Array, "B T W"], router_input: Float[Array, "B T W"] | None = None

@@ -4,8 +4,7 @@ A quantized module has the parameters of its float counterpart, with int8 values
 with the int8 values in the dtype of the activations and scale the result: no float copy of a model exists.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -70,33 +69,6 @@ class QuantizedEmbedding(nnx.Module):
         """Returns the embeddings of tokens."""
         scale = jnp.take(self.channel_scale[...], tokens, axis=0)[..., None]
         return jnp.take(self.embedding[...], tokens, axis=0).astype(scale.dtype) * scale
-
-
-def make_linear(quantized: bool, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs) -> Callable[..., Any]:
-    """Returns a constructor of linear projections, which takes the sizes of input and output and `use_bias`.
-
-    Args:
-        quantized: whether kernels are int8.
-        dtype: dtype of other parameters and activations.
-        rngs: random keys of the initial parameters.
-    """
-    if quantized:
-        return functools.partial(QuantizedLinear, dtype=dtype)
-
-    def linear(inputs: int, outputs: int | Sequence[int], *, use_bias: bool) -> nnx.Linear | nnx.LinearGeneral:
-        """Returns a float projection with random values."""
-        options: Any = {
-            "use_bias": use_bias,
-            "dtype": dtype,
-            "param_dtype": dtype,
-            "rngs": rngs,
-            "dot_general": dot_general,
-        }
-        if isinstance(outputs, int):
-            return nnx.Linear(inputs, outputs, **options)
-        return nnx.LinearGeneral(inputs, outputs, **options)
-
-    return linear
 
 
 def dot_general(x: Float[Array, "..."], kernel: Float[Array, "..."], dimensions: Any, **options: Any) -> Array:
