@@ -126,7 +126,7 @@ def test_missing_keys_are_listed():
         ({"embedding_multiplier": 12.0, "is_causal": False}, "embedding_multiplier=12.0, is_causal=False"),
         ({"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config="),
         ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern=0 must be an integer"),
-        ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act='silu' .supported: gelu, gelu_pytorch_tanh"),
+        ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act='silu'; supported: 'gelu', 'gelu_pytorch_tanh'"),
         ({"model_type": "gpt_oss", "experts_per_token": 2}, "not supported: experts_per_token=2"),
         ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
         ({"model_type": "gemma3_text",

@@ -21,23 +21,20 @@ KEYS: dict[str, str | tuple[str, ...]] = {
 }
 ALIASES = {"num_local_experts": "n_routed_experts"}  # transformers' other name
 # "noaux_tc" names the selection by sigmoid scores with a bias.
-_SUPPORTED: dict[str, tuple[Any, ...]] = {
+SUPPORTED: dict[str, tuple[Any, ...]] = {
     "scoring_func": ("sigmoid", "noaux_tc"),
     "topk_method": ("noaux_tc",),
     "moe_layer_freq": (1,),
 }
-OTHER_KEYS = (*_SUPPORTED, "n_shared_experts", "first_k_dense_replace")
+OTHER_KEYS = ("n_shared_experts", "first_k_dense_replace")
 
 
 def expert_fields(values: ConfigValues) -> dict[str, Any]:
     """Returns the fields of the router, the shared expert and the dense layers.
 
     Raises:
-        ValueError: if a feature is not supported or a size is invalid.
+        ValueError: if a size is invalid.
     """
-    for key, supported in _SUPPORTED.items():
-        if values.get(key, supported[0]) not in supported:
-            raise ValueError(f"not supported: {key}={values[key]!r}; supported: {', '.join(map(repr, supported))}")
     shared = values.integer("n_shared_experts", minimum=0)
     dense = min(values.integer("first_k_dense_replace", minimum=0), values.integer("num_hidden_layers"))
     return {

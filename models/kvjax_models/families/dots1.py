@@ -19,6 +19,7 @@ DOTS1 = Family(
     fields={"attention.query_key_norm": True},
     keys=ATTENTION_BIAS | deepseek_experts.KEYS,
     more_fields=deepseek_experts.expert_fields,
+    supported=deepseek_experts.SUPPORTED,
     layer_types=later_layers,
     reads_layer_types=True,
     aliases=deepseek_experts.ALIASES,

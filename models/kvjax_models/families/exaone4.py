@@ -26,8 +26,8 @@ def _layers_without_rope(values: ConfigValues) -> dict[str, Any]:
     """Returns the layers without rotary embedding: those without a window, if the model has windows."""
     if values.get("sliding_window") is None:
         return {}
-    types = values.per_layer("layer_types") or _every_nth_full(values)
-    return {"rope.nope_layers": tuple(layer for layer, kind in enumerate(types) if kind != SLIDING_ATTENTION)}
+    types = enumerate(values["layer_types"])
+    return {"rope.nope_layers": tuple(layer for layer, kind in types if kind != SLIDING_ATTENTION)}
 
 
 EXAONE4 = Family(

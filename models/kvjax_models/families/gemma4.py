@@ -11,13 +11,6 @@ from typing import Any
 from kvjax_models.families.config_values import FULL_ATTENTION, ConfigValues
 from kvjax_models.families.family import EXPERTS, SANDWICH_NORMS, Family, every_nth_full
 
-# Features that are not implemented, with the values that disable them.
-_DISABLED: dict[str, Any] = {
-    "hidden_size_per_layer_input": 0,
-    "num_kv_shared_layers": 0,
-    "use_bidirectional_attention": None,
-}
-
 
 def _layer_types(values: ConfigValues) -> list[str]:
     """Returns full attention for every sixth and the last layer; the last one has it even if `layer_types` differs."""
@@ -30,12 +23,8 @@ def _head_sizes(values: ConfigValues) -> dict[str, Any]:
     """Returns the scale of embeddings, the sizes of heads of both kinds of layers, and the fields of experts.
 
     Raises:
-        ValueError: if a feature is not supported or a size is invalid.
+        ValueError: if a size is invalid.
     """
-    for key, disabled in _DISABLED.items():
-        # "vision" concerns images only.
-        if values.get(key, disabled) not in (disabled, "vision" if disabled is None else disabled):
-            raise ValueError(f"not supported: {key}={values[key]!r}; supported: {disabled!r}")
     sizes = ConfigValues({"num_key_value_heads": values["num_key_value_heads"], "head_dim": values["global_head_dim"]})
     if values.boolean("attention_k_eq_v") and values.get("num_global_key_value_heads") is not None:
         sizes["num_key_value_heads"] = values["num_global_key_value_heads"]
@@ -72,8 +61,7 @@ def _listed_sizes(values: ConfigValues, listed: Any) -> dict[str, Any]:
     Raises:
         ValueError: if these layers differ, or others are listed.
     """
-    types = _layer_types(values)
-    full = {str(layer) for layer, kind in enumerate(types) if kind == FULL_ATTENTION}
+    full = {str(layer) for layer, kind in enumerate(values["layer_types"]) if kind == FULL_ATTENTION}
     sizes = list(listed.values()) if isinstance(listed, Mapping) else []
     is_valid = bool(sizes) and {str(key) for key in listed} == full and all(size == sizes[0] for size in sizes)
     if not is_valid or not isinstance(sizes[0], Mapping) or not {*sizes[0]} <= {"head_dim", "num_key_value_heads"}:
@@ -113,10 +101,14 @@ GEMMA4 = Family(
         "attention_k_eq_v": "attention.keys_as_values",
     },
     more_fields=_head_sizes,
+    supported={
+        "hidden_size_per_layer_input": (0,),
+        "num_kv_shared_layers": (0,),
+        "use_bidirectional_attention": (None, "vision"),  # of images only
+    },
     layer_types=_layer_types,
     reads_layer_types=True,
     other_keys=(
-        *_DISABLED,
         "num_global_key_value_heads",
         "per_layer_config",
         "vocab_size_per_layer_input",

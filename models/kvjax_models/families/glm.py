@@ -50,6 +50,7 @@ GLM4_MOE = Family(
     },
     keys={**deepseek_experts.KEYS, "attention_bias": "attention.qkv_bias", "use_qk_norm": "attention.query_key_norm"},
     more_fields=deepseek_experts.expert_fields,
+    supported=deepseek_experts.SUPPORTED,
     partial_rotary=True,
     aliases=deepseek_experts.ALIASES,
     other_keys=(*deepseek_experts.OTHER_KEYS, "num_nextn_predict_layers", "num_mtp_layers"),

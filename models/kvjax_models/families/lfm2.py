@@ -20,7 +20,7 @@ def _fields(values: ConfigValues) -> dict[str, Any]:
     fields: dict[str, Any] = {"mlp_width": _mlp_width(values)}
     if values.get("tie_embedding") is not None:
         fields["tied_embeddings"] = values.boolean("tie_embedding")
-    if CONVOLUTION in (values.per_layer("layer_types") or _layer_types(values)):
+    if CONVOLUTION in values["layer_types"]:
         fields["recurrence.sizes"] = ShortConvolutionSizes(
             channels=values.integer("hidden_size"),
             kernel_size=values.integer("conv_L_cache", minimum=2),

@@ -15,14 +15,8 @@ def _every_nth_attends(values: ConfigValues) -> list[str]:
 
 
 def gated_delta(values: ConfigValues) -> dict[str, Any]:
-    """Returns the sizes of layers with linear attention, if there are any.
-
-    Raises:
-        ValueError: if attention has no output gate, or a size is invalid.
-    """
-    if not values.boolean("attn_output_gate"):
-        raise ValueError("not supported: attn_output_gate=False; supported: True")
-    if LINEAR_ATTENTION not in (values.per_layer("layer_types") or _every_nth_attends(values)):
+    """Returns the sizes of layers with linear attention, if there are any."""
+    if LINEAR_ATTENTION not in values["layer_types"]:
         return {}
     sizes = GatedDeltaSizes(
         key_heads=values.integer("linear_num_key_heads"),
@@ -43,7 +37,6 @@ QWEN3_5 = Family(
         "head_dim": 256,
         "partial_rotary_factor": 0.25,
         "full_attention_interval": 4,
-        "attn_output_gate": True,
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
@@ -54,6 +47,7 @@ QWEN3_5 = Family(
     keys={"attention_bias": ("attention.qkv_bias", "attention.output_bias")},
     activations={"silu": "silu"},  # also of the convolutions
     more_fields=gated_delta,
+    supported={"attn_output_gate": (True,)},
     layer_types=_every_nth_attends,
     recurrent_type=LINEAR_ATTENTION,
     reads_layer_types=True,

@@ -73,6 +73,7 @@ def parse_config(values: Mapping[str, Any]) -> LlamaConfig:
     if values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = heads
     values.setdefault("rms_norm_eps", 1e-6)
+    values["layer_types"] = _layer_types(family, values)
     fields: dict[str, Any] = {"activation": _activation(family, values), **family.fields}
     for key, names in family.keys.items():
         for name in (names,) if isinstance(names, str) else names:
@@ -89,7 +90,7 @@ def parse_config(values: Mapping[str, Any]) -> LlamaConfig:
         "max_length": _max_length(values, fields["rope.scaling"]),
         "norms.epsilon": values.number("rms_norm_eps"),
         "tied_embeddings": values.boolean("tie_word_embeddings"),
-        **_layer_kinds(family, values),
+        **_layer_kinds(family.recurrent_type, values),
     }
     return make_config(sizes | fields)
 
@@ -124,6 +125,9 @@ def _check_supported(family: Family, values: ConfigValues) -> None:
         ValueError: with all of them.
     """
     unsupported = config_keys.unsupported_keys(family, values)
+    for key, supported in family.supported.items():
+        if key in values and values[key] not in supported:
+            unsupported.append(f"{key}={values[key]!r}; supported: {', '.join(map(repr, supported))}")
     quantization = values.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     if quantization and (method is None or method != family.quantization):
@@ -159,8 +163,8 @@ def _max_length(values: ConfigValues, scaling: RopeScaling | None) -> int:
     return max(max_length, int(scaling.factor * scaling.original_length))
 
 
-def _layer_kinds(family: Family, values: ConfigValues) -> dict[str, tuple[Any, ...]]:
-    """Returns the layers with a recurrence or the sliding window of every layer, if there are any.
+def _layer_types(family: Family, values: ConfigValues) -> list[str]:
+    """Returns the attention type of every layer.
 
     Raises:
         ValueError: if the layer types are not supported.
@@ -173,8 +177,14 @@ def _layer_kinds(family: Family, values: ConfigValues) -> dict[str, tuple[Any, .
     supported = (FULL_ATTENTION, family.recurrent_type or SLIDING_ATTENTION)
     if unknown := {str(kind) for kind in kinds} - {*supported}:
         raise ValueError(f"layer_types={sorted(unknown)} is not supported; supported: {', '.join(supported)}")
-    if family.recurrent_type in kinds:
-        return {"recurrence.layers": tuple(layer for layer, kind in enumerate(kinds) if kind == family.recurrent_type)}
+    return kinds
+
+
+def _layer_kinds(recurrent_type: str | None, values: ConfigValues) -> dict[str, tuple[Any, ...]]:
+    """Returns the layers with a recurrence or the sliding window of every layer, if there are any."""
+    kinds = values["layer_types"]
+    if recurrent_type in kinds:
+        return {"recurrence.layers": tuple(layer for layer, kind in enumerate(kinds) if kind == recurrent_type)}
     if SLIDING_ATTENTION not in kinds:
         return {}
     window = min(values.integer("sliding_window"), MAX_TOKENS)

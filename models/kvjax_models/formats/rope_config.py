@@ -22,17 +22,13 @@ _REQUIRED = {
 def parse_rope(family: Family, values: ConfigValues) -> dict[str, Any]:
     """Returns the rotary embedding fields of `LlamaConfig`.
 
-    `rope_scaling` has precedence if both spellings are present, as in transformers.
-
     Args:
         values: values of its config.json.
 
     Raises:
         ValueError: if the settings are invalid or not supported.
     """
-    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"rope_parameters={rope!r} must be an object")
+    rope: Mapping[str, Any] = values.rope
     sliding_rope: Mapping[str, Any] | None = None
     if rope and all(isinstance(value, Mapping) for value in rope.values()):
         if not set(rope) <= {FULL_ATTENTION, SLIDING_ATTENTION}:
