@@ -50,6 +50,11 @@ EXPERTS: dict[Path, str] = {
     ("experts", "up"): "mlp.experts.{}.up_proj",
     ("experts", "down"): "mlp.experts.{}.down_proj",
 }
+EXPERT_KEYS: dict[str, str | tuple[str, ...]] = {
+    "num_experts": "experts.number",
+    "num_experts_per_tok": "experts.per_token",
+    "moe_intermediate_size": "experts.width",
+}
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 ATTENTION_BIAS: dict[str, str | tuple[str, ...]] = {"attention_bias": ("attention.qkv_bias", "attention.output_bias")}
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax_models.families.config_values import FULL_ATTENTION, ConfigValues
-from kvjax_models.families.family import EXPERTS, SANDWICH_NORMS, Family, every_nth_full
+from kvjax_models.families.family import ATTENTION_BIAS, EXPERTS, SANDWICH_NORMS, Family, every_nth_full
 
 
 def _layer_types(values: ConfigValues) -> list[str]:
@@ -96,7 +96,7 @@ GEMMA4 = Family(
         "attention.scale": 1.0,
     },
     keys={
-        "attention_bias": ("attention.qkv_bias", "attention.output_bias"),
+        **ATTENTION_BIAS,
         "final_logit_softcapping": "scales.logit_cap",
         "attention_k_eq_v": "attention.keys_as_values",
     },

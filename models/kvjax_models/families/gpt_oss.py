@@ -1,6 +1,7 @@
 """gpt-oss."""
 
 from kvjax_models.families.family import Family, Gguf, every_nth_full
+from kvjax_models.families.mistral import MIXTRAL
 
 GPT_OSS = Family(
     "gpt_oss",
@@ -28,15 +29,11 @@ GPT_OSS = Family(
         "attention.sinks": True,
         "activation": "clipped_swiglu",
     },
-    keys={
-        "num_local_experts": "experts.number",
-        "num_experts_per_tok": "experts.per_token",
-        "intermediate_size": "experts.width",
-    },
+    keys=MIXTRAL.keys,
     supported={"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
     layer_types=every_nth_full(2),
     reads_layer_types=True,
-    aliases={"num_experts": "num_local_experts"},
+    aliases=MIXTRAL.aliases,
     other_keys=("attention_bias",),
     quantization="mxfp4",
     modules={

@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvjax_models.families.config_values import ConfigValues
-from kvjax_models.families.family import Family, Gguf
+from kvjax_models.families.family import ATTENTION_BIAS, Family, Gguf
 
 
 def _scaled_theta(values: ConfigValues) -> dict[str, Any]:
@@ -27,7 +27,7 @@ HUNYUAN_V1_DENSE = Family(
     "HunYuanDenseV1ForCausalLM",
     defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
     fields={"attention.query_key_norm": True, "attention.query_key_norm_after_rope": True},
-    keys={"attention_bias": ("attention.qkv_bias", "attention.output_bias")},
+    keys=ATTENTION_BIAS,
     more_fields=_scaled_theta,
     supported={"use_qk_norm": (True,), "use_rotary_pos_emb": (True,), "use_cla": (False,), "norm_type": ("rms",)},
     rope_keys=("alpha",),

@@ -5,6 +5,7 @@ from typing import Any
 from kvjax_models.families.config_values import ConfigValues
 from kvjax_models.families.family import (
     ATTENTION_BIAS,
+    EXPERT_KEYS,
     EXPERTS,
     Family,
     Gguf,
@@ -80,13 +81,7 @@ QWEN3_MOE = Family(
         "decoder_sparse_step": 1,
     },
     fields={"attention.query_key_norm": True},
-    keys=ATTENTION_BIAS
-    | {
-        "num_experts": "experts.number",
-        "num_experts_per_tok": "experts.per_token",
-        "moe_intermediate_size": "experts.width",
-        "norm_topk_prob": "experts.normalize_weights",
-    },
+    keys=ATTENTION_BIAS | EXPERT_KEYS | {"norm_topk_prob": "experts.normalize_weights"},
     more_fields=dense_layers,
     layer_types=_all_layers,
     aliases={"num_local_experts": "num_experts"},  # since transformers 5

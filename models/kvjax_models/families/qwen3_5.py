@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from kvjax_models.families.config_values import FULL_ATTENTION, LINEAR_ATTENTION, ConfigValues
-from kvjax_models.families.family import EXPERTS, Family, Path
+from kvjax_models.families.family import ATTENTION_BIAS, EXPERT_KEYS, EXPERTS, Family, Path
 from kvjax_models.model.gated_delta import GatedDeltaSizes
 
 
@@ -44,7 +44,7 @@ QWEN3_5 = Family(
         "linear_num_value_heads": 32,
     },
     fields={"norms.offset": 1.0, "attention.query_key_norm": True, "attention.gate": True},
-    keys={"attention_bias": ("attention.qkv_bias", "attention.output_bias")},
+    keys=ATTENTION_BIAS,
     activations={"silu": "silu"},  # also of the convolutions
     more_fields=gated_delta,
     supported={"attn_output_gate": (True,)},
@@ -77,9 +77,7 @@ QWEN3_5_MOE = dataclasses.replace(
     fields={**QWEN3_5.fields, "experts.shared_gate": True},
     keys={
         **QWEN3_5.keys,
-        "num_experts": "experts.number",
-        "num_experts_per_tok": "experts.per_token",
-        "moe_intermediate_size": "experts.width",
+        **EXPERT_KEYS,
         "shared_expert_intermediate_size": "experts.shared_width",
     },
     modules=GATED_SHARED_EXPERT,
