@@ -39,14 +39,14 @@ class QuantizedLinear(nnx.Module):
         """Returns the projection."""
         return self.project(x)
 
-    def project(self, x: Float[Array, "*B in"], index: Any = ...) -> Float[Array, "..."]:
+    def project(self, x: Float[Array, "*B in"], index: tuple[Any, ...] = ()) -> Float[Array, "..."]:
         """Returns a part of the projection.
 
         Args:
             x: input.
             index: index of the output's axes.
         """
-        y = multiply(x, self.kernel[...][:, *_as_tuple(index)], self.channel_scale[...][index])
+        y = multiply(x, self.kernel[...][:, *index], self.channel_scale[...][index])
         return y if self.bias is None else y + self.bias[...][index]
 
 
@@ -171,7 +171,3 @@ def multiply_transposed(
     use_blocks = len(table) % _BLOCK_OUTPUTS == 0
     y = jax.lax.platform_dependent(flat, table, cpu=by_blocks if use_blocks else direct, default=direct)
     return y.reshape(*x.shape[:-1], -1) * scale.astype(jnp.float32)
-
-
-def _as_tuple(index: Any) -> tuple[Any, ...]:
-    return index if isinstance(index, tuple) else (index,)
