@@ -232,7 +232,8 @@ def abstract_models(options: Options) -> Iterator[Llama]:
         ]
     else:
         config = first_layers(find_shape(options.shape), options.layers)
-        configs = [dataclasses.replace(config, vocab_size=VOCABULARY, windows=())]
+        attention = dataclasses.replace(config.attention, windows=())
+        configs = [dataclasses.replace(config, vocab_size=VOCABULARY, attention=attention)]
     for config in configs:
         config = dataclasses.replace(config, max_length=2 * options.context_tokens)
         yield random_model(config, jnp.bfloat16, is_abstract=True).model

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from kvjax_models import LanguageModel
 from kvjax_models.formats import huggingface
 from kvjax_models.formats.tokenizer import Tokenizer
-from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.config import LlamaConfig, RopeConfig
 from kvjax_models.model.llama import Llama
 from kvjax_models.model.rotary import RopeScaling
 from kvjax_models.profile import FRACTIONS, Profile
@@ -24,7 +24,7 @@ SMALL = LlamaConfig(
 # https://huggingface.co/meta-llama/Llama-3.1-8B-Instruct
 LLAMA_8B = LlamaConfig(
     vocab_size=128256, width=4096, mlp_width=14336, layers=32, query_heads=32, kv_heads=8, head_dim=128,
-    max_length=131072, rope_theta=500000.0, rope_scaling=RopeScaling("llama3", 8.0),
+    max_length=131072, rope=RopeConfig(theta=500000.0, scaling=RopeScaling("llama3", 8.0)),
 )  # fmt: skip
 SHAPES = {
     "small": SMALL,
@@ -32,7 +32,7 @@ SHAPES = {
     # https://huggingface.co/togethercomputer/LLaMA-2-7B-32K
     "llama-2-7b-32k": LlamaConfig(
         vocab_size=32000, width=4096, mlp_width=11008, layers=32, query_heads=32, kv_heads=32, head_dim=128,
-        max_length=32768, rope_scaling=RopeScaling("linear", 8.0),
+        max_length=32768, rope=RopeConfig(scaling=RopeScaling("linear", 8.0)),
     ),
     "llama-3.1-8b": LLAMA_8B,
     # https://huggingface.co/meta-llama/Llama-3.1-70B-Instruct and Llama-3.1-405B-Instruct
@@ -66,7 +66,8 @@ def first_layers(config: LlamaConfig, layers: int | None) -> LlamaConfig:
     """Returns the configuration of a model with only the first layers; of the same model for None."""
     if layers is None:
         return config
-    return dataclasses.replace(config, layers=layers, windows=config.windows[:layers])
+    attention = dataclasses.replace(config.attention, windows=config.attention.windows[:layers])
+    return dataclasses.replace(config, layers=layers, attention=attention)
 
 
 def zero_scorer(config: LlamaConfig) -> Float[np.ndarray, "L W+2 H_kv"]:

@@ -41,7 +41,7 @@ class TransformersAnswers:
             vocab_size=config.vocab_size, hidden_size=config.width, intermediate_size=config.mlp_width,
             num_hidden_layers=config.layers, num_attention_heads=config.query_heads,
             num_key_value_heads=config.kv_heads, head_dim=config.head_dim, max_position_embeddings=config.max_length,
-            tie_word_embeddings=config.tied_embeddings, attention_bias=config.qkv_bias,
+            tie_word_embeddings=config.tied_embeddings, attention_bias=config.attention.qkv_bias,
         )  # fmt: skip
         with torch.device(self.device):
             self.model: Any = transformers.AutoModelForCausalLM.from_config(

@@ -227,7 +227,7 @@ def _block_attention(
         is_query: whether a query counts.
     """
     layer: DecoderLayer = flat.module
-    query = layer.project_queries(x, *rotation(rotary, positions[:, None] + jnp.arange(x.shape[1])))
+    query = layer.project_queries(x, rotation(rotary, positions[:, None] + jnp.arange(x.shape[1])))
     probabilities = kvjax.prefix_probabilities(cache, counters, query, entries, sink_logits=layer.sink_logits)
     largest = jnp.max(jnp.where(is_query[:, None, :, None], probabilities, 0), axis=(0, 2))
     return largest / layer.attention.group_size

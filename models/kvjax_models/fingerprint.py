@@ -16,8 +16,26 @@ from jax.experimental import multihost_utils
 
 from kvjax_models.atomic_io import sha256_of_bytes
 from kvjax_models.formats.tokenizer import Tokenizer
+from kvjax_models.model.config import GROUPS, LlamaConfig
 from kvjax_models.model.llama import Llama
 
+# Fields of groups have these names in saves, or their own; a change would make all saves unreadable.
+_SAVED_NAMES = {
+    "attention.scale": "attention_scale", "attention.logit_cap": "attention_logit_cap",
+    "attention.sinks": "attention_sinks", "attention.gate": "attention_gate",
+    "rope.theta": "rope_theta", "rope.layer_theta": "layer_rope_theta", "rope.window_theta": "window_rope_theta",
+    "rope.scaling": "rope_scaling",
+    "norms.position": "norms", "norms.epsilon": "norm_epsilon", "norms.offset": "norm_offset",
+    "scales.embedding": "embedding_scale", "scales.residual": "residual_scale", "scales.layer": "layer_scale",
+    "experts.number": "experts", "experts.per_token": "experts_per_token", "experts.width": "expert_width",
+    "experts.normalize_weights": "normalize_expert_weights", "experts.scaling_factor": "routed_scaling_factor",
+    "experts.groups": "expert_groups", "experts.groups_per_token": "expert_groups_per_token",
+    "experts.shared_width": "shared_expert_width", "experts.shared_gate": "shared_expert_gate",
+    "experts.parallel": "parallel_experts",
+    "recurrence.layers": "recurrent_layers", "recurrence.sizes": "recurrence",
+}  # fmt: skip
+# Required fields of groups that a model may not have.
+_ABSENT = {"number": 0, "per_token": 0, "width": 0, "layers": (), "sizes": None}
 # Fingerprints with weak references to the arrays they were computed from: a model's arrays may be replaced.
 _CACHE: weakref.WeakKeyDictionary[Llama, tuple[list[weakref.ref], str]] = weakref.WeakKeyDictionary()
 
@@ -32,7 +50,7 @@ def model_fingerprint(model: Llama) -> str:
     arrays, cached = _CACHE.get(model, ([], ""))
     if len(arrays) == len(leaves) and all(array() is leaf for array, leaf in zip(arrays, leaves, strict=True)):
         return cached
-    config = canonical_json(dataclasses.asdict(model.config))
+    config = canonical_json(_saved_config(model.config))
     result = sha256_of_bytes(f"{config} {array_fingerprint(model)}".encode())
     _CACHE[model] = [weakref.ref(leaf) for leaf in leaves], result
     return result
@@ -53,10 +71,20 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
 def describe_model(model: Llama) -> dict[str, Any]:
     """Returns the sizes, the dtype and the fingerprint of a model, as JSON."""
     return {
-        **dataclasses.asdict(model.config),
+        **_saved_config(model.config),
         "weight_dtype": model.weight_dtype or jnp.dtype(model.embedding.param_dtype).name,
         "weights": model_fingerprint(model),
     }
+
+
+def _saved_config(config: LlamaConfig) -> dict[str, Any]:
+    """Returns all fields of a configuration without groups, as saves have them."""
+    values = dataclasses.asdict(config)
+    for group, kind in GROUPS.items():
+        fields, members = dataclasses.fields(kind), values.pop(group)
+        members = members or {field.name: _ABSENT.get(field.name, field.default) for field in fields}
+        values |= {_SAVED_NAMES.get(f"{group}.{name}", name): value for name, value in members.items()}
+    return values
 
 
 @contextlib.contextmanager

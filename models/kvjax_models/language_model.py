@@ -189,7 +189,7 @@ def load(
     compile_cache.enable_persistent_cache()
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     options = LoadOptions(dtype, widen=device.platform == "cpu", weight_dtype=weight_dtype, mesh=mesh)
-    model, tokenizer = formats.load(path, options=options)
+    model, tokenizer = formats.load(path, options)
     try:
         return LanguageModel(model, dataclasses.replace(tokenizer, parse_special=parse_special))
     except ValueError as error:

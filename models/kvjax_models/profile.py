@@ -353,8 +353,8 @@ def _attention_inputs(
     count = x.shape[2]
     angles = rotation(rotary, jnp.arange(count)[None])
     unrotated = angles._replace(cos=jnp.ones_like(angles.cos), sin=jnp.zeros_like(angles.sin))
-    queries = layer.project_queries(x[0], *unrotated).astype(jnp.float32)
-    rotated = layer.project_queries(x[0], *angles)[0, SKIPPED_TOKENS:].astype(jnp.float32)
+    queries = layer.project_queries(x[0], unrotated).astype(jnp.float32)
+    rotated = layer.project_queries(x[0], angles)[0, SKIPPED_TOKENS:].astype(jnp.float32)
     groups = rotated.reshape(len(rotated), -1, layer.attention.group_size, rotated.shape[2])
     moments = jnp.einsum("thgd,thge->hde", groups, groups) / (groups.shape[0] * groups.shape[2])
     return layer.normalize(x)[0, 0].astype(jnp.float32), queries[0], moments

@@ -9,6 +9,7 @@ import pytest
 
 import kvjax
 from kvjax_models.formats import huggingface
+from kvjax_models.model.config import NormConfig
 from kvjax_models.runner.generator import Generator
 from tests.adapters.policies import KVGRAD, KVZAP, KVZIP, POLICIES, run_page
 from tests.models import tiny
@@ -69,7 +70,7 @@ def make_random_model(family):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A tiny checkpoint of the Llama family in keras-hub and in kvjax_models."""
-    directory = tiny.write(tmp_path_factory.mktemp("checkpoint"), width=64, norm_epsilon=1e-6)
+    directory = tiny.write(tmp_path_factory.mktemp("checkpoint"), width=64, norms=NormConfig(epsilon=1e-6))
     model = attach(keras_hub.models.Backbone.from_preset(str(directory)), "Llama3")
     return model, huggingface.load_model(directory), directory
 

@@ -16,7 +16,7 @@ from tunix.models.llama3 import model as llama3
 from tunix.models.qwen3 import model as qwen3
 
 from kvjax_models.adapters import tunix as adapter
-from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.config import LlamaConfig, RopeConfig
 from kvjax_models.model.llama import Llama
 from kvjax_models.runner.generator import Generator
 from tests.models.loops import decode_all
@@ -91,7 +91,7 @@ def to_kvjax(model):
     """Returns kvjax's model with the weights of tunix's Llama."""
     sizes = {"vocab_size": VOCAB, "width": 32, "mlp_width": 48, "layers": 2, "query_heads": 4, "kv_heads": 2}
     # tunix rotates Llama with its default base, whatever the configuration.
-    config = LlamaConfig(**sizes, head_dim=16, max_length=512, rope_theta=1e6, norm_epsilon=1e-5)
+    config = LlamaConfig(**sizes, head_dim=16, max_length=512, rope=RopeConfig(theta=1e6))
     own = Llama(config, rngs=nnx.Rngs(0))
     own.embedding.embedding.set_value(model.embedder.input_embedding[...])
     own.norm.scale.set_value(model.final_norm.w[...])

@@ -102,7 +102,7 @@ def test_recorded_streams_equal_the_model_s_projections():
     angles = llm.model.rotation(jnp.arange(224)[None])
     x = llm.model.embed(jnp.asarray(prompts[1])[None])
     for (_, found), layer in zip(layers, llm.model.layers, strict=True):
-        query, key, value = layer.project(x, *angles)
+        query, key, value = layer.project(x, angles)
         for computed, expected in zip(_parts(found), (key[0, :200], value[0, :200], query[0, 200:]), strict=True):
             np.testing.assert_allclose(computed[1], expected, atol=2e-4)
         np.testing.assert_allclose(found.prompt_queries[1], query[0, :200], atol=2e-4)

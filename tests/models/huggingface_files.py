@@ -20,8 +20,8 @@ def config_values(config, **values):
         "model_type": "llama", "vocab_size": config.vocab_size, "hidden_size": config.width,
         "intermediate_size": config.mlp_width, "num_hidden_layers": config.layers,
         "num_attention_heads": config.query_heads, "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_length, "rms_norm_eps": config.norm_epsilon,
-        "rope_theta": config.rope_theta, "tie_word_embeddings": config.tied_embeddings, "pad_token_id": None,
+        "max_position_embeddings": config.max_length, "rms_norm_eps": config.norms.epsilon,
+        "rope_theta": config.rope.theta, "tie_word_embeddings": config.tied_embeddings, "pad_token_id": None,
         "bos_token_id": None, "eos_token_id": None,
     } | values  # fmt: skip
     assert parse_config(result) == config

@@ -1,7 +1,6 @@
 """Models, meshes and processes of the tests on eight simulated devices."""
 
 import contextlib
-import dataclasses
 import functools
 import json
 import os
@@ -15,7 +14,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 import kvjax
-from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.config import AttentionConfig, LlamaConfig, RecurrenceConfig
 from kvjax_models.model.gated_delta import GatedDeltaSizes
 from kvjax_models.model.llama import Llama
 from kvjax_models.model.short_convolution import ShortConvolutionSizes
@@ -40,9 +39,14 @@ CONFIG = LlamaConfig(
     vocab_size=40, width=32, mlp_width=48, layers=2, query_heads=8, kv_heads=4, head_dim=8, max_length=128
 )
 DELTA = GatedDeltaSizes(key_heads=4, value_heads=8, key_dim=8, value_dim=6, kernel_size=3)
-HYBRID = {"vocab_size": 98, "layers": 3, "recurrent_layers": (0, 2), "recurrence": DELTA, "attention_gate": True}
+HYBRID = {
+    "vocab_size": 98,
+    "layers": 3,
+    "recurrence": RecurrenceConfig((0, 2), DELTA),
+    "attention": AttentionConfig(gate=True),
+}
 CONVOLUTION = ShortConvolutionSizes(channels=CONFIG.width, kernel_size=3, use_bias=True)
-RECURRENT = {"hybrid": HYBRID, "convolution": HYBRID | {"recurrence": CONVOLUTION}}
+RECURRENT = {"hybrid": HYBRID, "convolution": HYBRID | {"recurrence": RecurrenceConfig((0, 2), CONVOLUTION)}}
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]]
 SIZES = {"batch": 4, "max_prompt_tokens": 12, "max_new_tokens": 24}
 POLICIES = {
@@ -58,7 +62,7 @@ def make_model(kind="dense"):
     if kind == "dense":
         # With these parameters no two merges are equally good up to rounding, where devices may decide differently.
         return Llama(CONFIG, rngs=nnx.Rngs(1))
-    return tiny.make_lively_llm(**dataclasses.asdict(CONFIG) | RECURRENT[kind]).model
+    return tiny.make_lively_llm(**vars(CONFIG) | RECURRENT[kind]).model
 
 
 def make_mesh(kv_heads=CONFIG.kv_heads, **axes):

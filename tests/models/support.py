@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.config import make_config
 from kvjax_models.model.llama import Llama
 from kvjax_models.profile import FRACTIONS, Profile
 
@@ -26,8 +26,9 @@ NO_VALUES = np.zeros(0, np.float32)
 
 
 def small_config(**changes):
+    """Returns a configuration; names of `changes` are those of `make_config`, or of groups."""
     sizes = {"vocab_size": 32, "width": 16, "mlp_width": 16, "layers": 1, "query_heads": 2, "kv_heads": 1}
-    return LlamaConfig(**sizes | {"head_dim": 8, "max_length": 128} | changes)
+    return make_config(sizes | {"head_dim": 8, "max_length": 128} | changes)
 
 
 def random_model(config, dtype=jnp.float32):

@@ -15,6 +15,7 @@ import kvjax
 from kvjax.combinators.head_budgets import retrieving_heads
 from kvjax_models import Citation, citations
 from kvjax_models.citations import MAX_CHARACTERS, attention_to_text, find_citations, text_parts, token_spans
+from kvjax_models.model.config import AttentionConfig
 from kvjax_models.model.rotary import rotation
 from kvjax_models.prompts import render_context
 from tests.models import tiny
@@ -50,7 +51,7 @@ def full_attention(model, tokens):
     x, all_probabilities = model.embed(jnp.asarray([tokens])), []
     for number, layer in enumerate(model.layers):
         angles = rotation(model.config.rotary(number, 512), jnp.arange(len(tokens))[None])
-        queries, keys, values = layer.project(x, *angles)
+        queries, keys, values = layer.project(x, angles)
         group = queries.shape[2] // keys.shape[2]
         keys, values = (jnp.repeat(one, group, axis=2) for one in (keys, values))
         logits = jnp.einsum("bthd,bshd->bhts", queries, keys) / np.sqrt(queries.shape[3])
@@ -226,5 +227,5 @@ def test_heads_retrieve_by_the_profile_and_keep_every_token():
     assert citations.cited_heads(read(HEADS).prefix, None) == FULL
     for document in (read(HEADS), read()):
         assert citations.cited_heads(document.prefix, document._profile) == FULL[:1]
-    windowed = tiny.make_lively_llm(windows=(24, None)).cache("exact").read(TEXT)
+    windowed = tiny.make_lively_llm(attention=AttentionConfig(windows=(24, None))).cache("exact").read(TEXT)
     assert citations.cited_heads(windowed.prefix, None) == [(1, 0), (1, 1)]

@@ -126,7 +126,7 @@ def test_missing_keys_are_listed():
         ({"embedding_multiplier": 12.0, "is_causal": False}, "embedding_multiplier=12.0, is_causal=False"),
         ({"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config="),
         ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern=0 must be an integer"),
-        ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act='silu' .supported: gelu, gelu_pytorch_tanh"),
+        ({"model_type": "gemma", "hidden_act": "silu"}, "hidden_act='silu'; supported: 'gelu', 'gelu_pytorch_tanh'"),
         ({"model_type": "gpt_oss", "experts_per_token": 2}, "not supported: experts_per_token=2"),
         ({"model_type": "gpt_oss", "swiglu_alpha": 1.0}, "swiglu_alpha=1.0"),
         ({"model_type": "gemma3_text",
@@ -153,13 +153,13 @@ def test_defaults_of_transformers():
     config = parse_config(
         {key: LLAMA[key] for key in LLAMA.keys() - {"num_key_value_heads", "max_position_embeddings"}}
     )
-    assert (config.kv_heads, config.max_length, config.norm_epsilon) == (4, 2048, 1e-6)
-    assert (config.rope_theta, config.rope_scaling, config.tied_embeddings) == (10000.0, None, False)
-    assert parse_config(LLAMA | {"model_type": "mistral"}).windows == (4096, 4096)
+    assert (config.kv_heads, config.max_length, config.norms.epsilon) == (4, 2048, 1e-6)
+    assert (config.rope.theta, config.rope.scaling, config.tied_embeddings) == (10000.0, None, False)
+    assert parse_config(LLAMA | {"model_type": "mistral"}).attention.windows == (4096, 4096)
     assert parse_config(LLAMA | {"model_type": "qwen3"}).head_dim == 128
-    assert parse_config(LLAMA | {"rms_norm_eps": 1e-5}).norm_epsilon == 1e-5
+    assert parse_config(LLAMA | {"rms_norm_eps": 1e-5}).norms.epsilon == 1e-5
     rope = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
-    original_length = parse_config(LLAMA | {"rope_scaling": rope}).rope_scaling.original_length
+    original_length = parse_config(LLAMA | {"rope_scaling": rope}).rope.scaling.original_length
     assert original_length == LLAMA["max_position_embeddings"]
 
 
@@ -174,7 +174,7 @@ def test_defaults_of_transformers():
 )
 def test_layers_with_a_window(values, windows):
     """Other families and settings are compared with transformers in test_parity."""
-    assert parse_config(values).windows == windows
+    assert parse_config(values).attention.windows == windows
 
 
 def test_harmless_keys_are_accepted():
@@ -202,36 +202,36 @@ def test_harmless_keys_are_accepted():
 
 def test_sliding_window_pattern_of_gemma3():
     values = LLAMA | {"model_type": "gemma3_text", "num_hidden_layers": 7, "sliding_window": 8}
-    assert parse_config(values).windows == (8, 8, 8, 8, 8, None, 8)
+    assert parse_config(values).attention.windows == (8, 8, 8, 8, 8, None, 8)
     for key in ("sliding_window_pattern", "_sliding_window_pattern"):
-        assert parse_config(values | {key: 2}).windows == (8, None) * 3 + (8,)
-    assert parse_config(values | {"sliding_window_pattern": 1, "_sliding_window_pattern": 6}).windows == ()
+        assert parse_config(values | {key: 2}).attention.windows == (8, None) * 3 + (8,)
+    assert parse_config(values | {"sliding_window_pattern": 1, "_sliding_window_pattern": 6}).attention.windows == ()
     listed = {"sliding_window_pattern": 2, "layer_types": ["sliding_attention"] * 7}
-    assert parse_config(values | listed).windows == (8,) * 7
+    assert parse_config(values | listed).attention.windows == (8,) * 7
 
 
 def test_published_keys_of_families_with_experts():
     glm = {"model_type": "glm4_moe", "n_group": 1, "n_routed_experts": 128, "num_nextn_predict_layers": 1}
     config = parse_config(LLAMA | glm | {"head_dim": 8, "use_qk_norm": True, "first_k_dense_replace": 3})
-    assert config.dense_layers == (0, 1) and config.shared_expert_width == 1408 and config.rotary_dim == 4
+    assert config.experts.dense_layers == (0, 1) and config.experts.shared_width == 1408 and config.rope.rotary_dim == 4
     dots = {"model_type": "dots1", "n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2}
     config = parse_config(LLAMA | dots | {"scoring_func": "noaux_tc", "moe_layer_freq": 1, "sliding_window": None})
-    assert config.scoring_func == "sigmoid" and config.shared_expert_width == 2 * 1408
+    assert config.experts.scoring_func == "sigmoid" and config.experts.shared_width == 2 * 1408
     minimax = {
         "model_type": "minimax_m2", "attn_type_list": [1, 1], "rotary_dim": 64, "scoring_func": "sigmoid",
         "layernorm_full_attention_beta": 1.0, "mlp_intermediate_size": 8192, "num_mtp_modules": 3, "use_mtp": True,
         "qk_norm_type": "per_layer", "shared_moe_mode": "sigmoid", "use_qk_norm": True, "use_routing_bias": True,
     }  # fmt: skip
-    assert parse_config(LLAMA | minimax).rotary_dim == 64
+    assert parse_config(LLAMA | minimax).rope.rotary_dim == 64
 
 
 def test_multimodal_gemma3_gives_its_text_decoder():
     config = parse_config(GEMMA3_HUB)
     assert (config.query_heads, config.kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
-    assert config.windows == (1024,) * 5 + (None, 1024)
-    assert config.rope_scaling == RopeScaling("linear", 8.0) and config.window_rope_theta == 1e4
+    assert config.attention.windows == (1024,) * 5 + (None, 1024)
+    assert config.rope.scaling == RopeScaling("linear", 8.0) and config.rope.window_theta == 1e4
     assert config.rotary(5).frequencies[0] == 1 / 8 and config.rotary(0).frequencies[0] == 1
-    assert config.tied_embeddings and config.attention_scale is None
+    assert config.tied_embeddings and config.attention.scale is None
 
 
 @pytest.mark.parametrize(
@@ -248,17 +248,17 @@ def test_multimodal_gemma3_gives_its_text_decoder():
 def test_lfm2_adjusts_the_width_of_its_mlps(changes, width):
     config = parse_config(LFM2_HUB | changes)
     assert config.mlp_width == width and config.tied_embeddings and config.attention_layers == (2, 5, 8, 10, 12, 14)
-    assert config.recurrence.channels == 2048 and config.recurrence.kernel_size == 3
+    assert config.recurrence.sizes.channels == 2048 and config.recurrence.sizes.kernel_size == 3
 
 
 def test_layers_of_gemma4_have_two_sizes_of_heads():
     config = parse_config(GEMMA4)
-    assert config.windows == (8,) * 5 + (None, None) and config.keys_as_values
+    assert config.attention.windows == (8,) * 5 + (None, None) and config.attention.keys_as_values
     assert [(config.of_layer(layer).kv_heads, config.of_layer(layer).head_dim) for layer in (0, 5)] == [(4, 8), (2, 16)]
     # A quarter of the pairs of a head of 16 is rotated.
     assert len(config.rotary(0).frequencies) == 4 and 0.0 not in config.rotary(0).frequencies
     assert [frequency > 0 for frequency in config.rotary(5).frequencies] == [True] * 2 + [False] * 6
-    assert parse_config(GEMMA4_EXPERTS | {"moe_intermediate_size": 6}).parallel_experts
+    assert parse_config(GEMMA4_EXPERTS | {"moe_intermediate_size": 6}).experts.parallel
 
 
 def test_yarn_extends_the_context_and_has_defaults():
@@ -266,27 +266,27 @@ def test_yarn_extends_the_context_and_has_defaults():
     assert parse_config(values | {"rope_scaling": YARN}).max_length == 128
     assert parse_config(values | {"rope_scaling": YARN | {"factor": 1.1}}).max_length == 40
     assert parse_config(values | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}).max_length == 40
-    scaling = parse_config(LLAMA | {"rope_scaling": YARN}).rope_scaling
+    scaling = parse_config(LLAMA | {"rope_scaling": YARN}).rope.scaling
     assert scaling.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
     no_factor = {key: value for key, value in YARN.items() if key != "factor"}
-    assert parse_config(LLAMA | {"rope_scaling": no_factor}).rope_scaling.factor == 2.0
+    assert parse_config(LLAMA | {"rope_scaling": no_factor}).rope.scaling.factor == 2.0
     longrope = {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]}
     for rope in (YARN, longrope):
-        scaling = parse_config(LLAMA | {"rope_scaling": rope | {"attention_factor": 1.2}}).rope_scaling
+        scaling = parse_config(LLAMA | {"rope_scaling": rope | {"attention_factor": 1.2}}).rope.scaling
         assert scaling.attention_factor == 1.2
 
 
 def test_only_full_attention_layers_of_olmo3_are_scaled():
     values = {"model_type": "olmo3", "num_hidden_layers": 4, "rope_scaling": YARN, "sliding_window": 8}
     config = parse_config(LLAMA | values)
-    assert config.windows == (8, 8, 8, None)
+    assert config.attention.windows == (8, 8, 8, None)
     assert config.rotary(0).factor == 1 and config.rotary(3).factor > 1
     assert config.rotary(0).frequencies != config.rotary(3).frequencies
 
 
 def test_smollm3_has_layers_without_rope():
     config = parse_config(LLAMA | {"model_type": "smollm3", "num_hidden_layers": 8})
-    assert config.nope_layers == (3, 7)
+    assert config.rope.nope_layers == (3, 7)
     assert set(config.rotary(3).frequencies) == {0.0} and 0.0 not in config.rotary(2).frequencies
 
 

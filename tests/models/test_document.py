@@ -10,6 +10,7 @@ import kvjax
 from kvjax.combinators.head_budgets import retrieving_heads
 from kvjax_models import LanguageModel, cache_plans, prompts
 from kvjax_models.cache import read_together
+from kvjax_models.model.config import AttentionConfig
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.sampling import Sampling
 from tests.kvjax.support import each
@@ -91,7 +92,7 @@ def test_a_document_with_a_full_cache_answers_as_its_conversation():
 @pytest.mark.parametrize("windows", [(24, None), (200, 24)])
 def test_windows_slide_over_document_and_answer(windows):
     """Also when the answer is longer than the window."""
-    language_model = tiny.make_lively_llm(windows=windows)
+    language_model = tiny.make_lively_llm(attention=AttentionConfig(windows=windows))
     document = language_model.cache(EXACT).read(TEXT, max_new_tokens=96)
     messages = [{"role": "user", "content": f"{TEXT}\n\nWho?"}]
     expected = language_model.generate(messages, EXACT, max_new_tokens=40)
@@ -119,7 +120,9 @@ def test_suffixes_beyond_a_limit_are_compressed(monkeypatch):
 
 def test_long_tails_have_the_policy_of_each_layer(monkeypatch):
     monkeypatch.setattr(cache_plans, "EXACT_SUFFIX_TOKENS", 48)
-    cached = tiny.make_lively_llm(windows=(24, None)).cache("uniform:sinks=2,recent=8,compact_every=8@80 slots")
+    cached = tiny.make_lively_llm(attention=AttentionConfig(windows=(24, None))).cache(
+        "uniform:sinks=2,recent=8,compact_every=8@80 slots"
+    )
     tails = cached.suffix_rows(cached.document_generator(100, 96), 0, 96)[-1]
     assert tails.policies[0] == kvjax.SlidingWindow(24, compact_every=8)
     assert tails.policies[1] == kvjax.Uniform(48, sinks=2, recent=8, compact_every=8)

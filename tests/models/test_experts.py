@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from kvjax_models.model.activations import ACTIVATIONS
 from kvjax_models.model.experts import Experts, blocks_by_expert
+from kvjax_models.model.parameters import Initializer
 from tests.models.support import small_config
 
 
 def layer(experts, per_token, **options):
-    config = small_config(
-        width=8, expert_width=6, experts=experts, experts_per_token=per_token, routed_scaling_factor=1.5, **options
-    )
-    experts_layer = Experts(config, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    sizes = {"experts.number": experts, "experts.per_token": per_token, "experts.width": 6}
+    config = small_config(width=8, **sizes | {"experts.scaling_factor": 1.5} | options)
+    experts_layer = Experts(config, Initializer(jnp.float32, nnx.Rngs(0)))
     random = np.random.default_rng(0)
     state = jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype), nnx.state(experts_layer))
     nnx.update(experts_layer, state)
@@ -33,19 +33,19 @@ def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def expert_weights(config, logits, selection_bias):
+def expert_weights(experts, logits, selection_bias):
     """The weight of every expert for one token, 0 for experts that are not selected."""
-    scores = softmax(logits) if config.scoring_func == "softmax" else sigmoid(logits)
-    ranks = np.copy(scores) if config.scoring_func == "softmax" else scores + selection_bias
-    groups = np.split(np.arange(config.experts), config.expert_groups)
-    if config.expert_groups > 1:
+    scores = softmax(logits) if experts.scoring_func == "softmax" else sigmoid(logits)
+    ranks = np.copy(scores) if experts.scoring_func == "softmax" else scores + selection_bias
+    groups = np.split(np.arange(experts.number), experts.groups)
+    if experts.groups > 1:
         best = sorted(groups, key=lambda group: -np.sort(ranks[group])[-2:].sum())
-        for group in best[config.expert_groups_per_token :]:
+        for group in best[experts.groups_per_token :]:
             ranks[group] = -np.inf
-    weights = np.zeros(config.experts)
-    for expert in np.argsort(-ranks)[: config.experts_per_token]:
+    weights = np.zeros(experts.number)
+    for expert in np.argsort(-ranks)[: experts.per_token]:
         weights[expert] = scores[expert]
-    return config.routed_scaling_factor * weights / (weights.sum() if config.normalize_expert_weights else 1)
+    return experts.scaling_factor * weights / (weights.sum() if experts.normalize_weights else 1)
 
 
 def apply_all_experts(config, layer, x):
@@ -54,7 +54,7 @@ def apply_all_experts(config, layer, x):
     router = layer.router
     logits = x @ router.kernel[...] + (0 if router.bias is None else router.bias[...])
     bias = None if router.selection_bias is None else np.asarray(router.selection_bias[...])
-    weight = np.apply_along_axis(lambda row: expert_weights(config, row, bias), -1, logits)
+    weight = np.apply_along_axis(lambda row: expert_weights(config.experts, row, bias), -1, logits)
 
     def project(part, inputs, expert=...):
         return inputs @ np.asarray(part.kernel[...])[expert] + (0 if part.bias is None else part.bias[...][expert])
@@ -63,18 +63,18 @@ def apply_all_experts(config, layer, x):
         return np.asarray(ACTIVATIONS[config.activation](jnp.asarray(gate), jnp.asarray(up)))
 
     total = 0
-    for expert in range(config.experts):
+    for expert in range(config.experts.number):
         inside = activate(project(layer.gate, x, expert), project(layer.up, x, expert))
         total = total + weight[..., expert, None] * project(layer.down, inside, expert)
-    if config.shared_expert_width:
+    if config.experts.shared_width:
         kernel = np.asarray(layer.shared.gate_up.kernel[...])
         shared = activate(x @ kernel[:, 0], x @ kernel[:, 1]) @ layer.shared.down.kernel[...]
-        gate = sigmoid(x @ layer.shared_gate.kernel[...]) if config.shared_expert_gate else 1
+        gate = sigmoid(x @ layer.shared_gate.kernel[...]) if config.experts.shared_gate else 1
         total = total + gate * shared
     return total
 
 
-SIGMOID = {"scoring_func": "sigmoid"}
+SIGMOID = {"experts.scoring_func": "sigmoid"}
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 40), (1, 700)], ids=str)
@@ -83,14 +83,14 @@ SIGMOID = {"scoring_func": "sigmoid"}
     [
         (4, 2, {}),
         (4, 4, {"activation": "clipped_swiglu", "mlp_bias": True}),
-        (16, 3, {"normalize_expert_weights": False}),
+        (16, 3, {"experts.normalize_weights": False}),
         (1, 1, {"mlp_bias": True}),
-        (4, 2, {"shared_expert_width": 5, "shared_expert_gate": True}),
-        (16, 3, SIGMOID | {"expert_groups": 4, "expert_groups_per_token": 2, "shared_expert_width": 5}),
-        (6, 2, SIGMOID | {"normalize_expert_weights": False}),
-        (8, 3, SIGMOID | {"expert_groups": 4, "expert_groups_per_token": 2}),
-        (12, 4, SIGMOID | {"expert_groups": 3, "expert_groups_per_token": 2, "normalize_expert_weights": False}),
-        (12, 4, SIGMOID | {"expert_groups": 2, "expert_groups_per_token": 1}),
+        (4, 2, {"experts.shared_width": 5, "experts.shared_gate": True}),
+        (16, 3, SIGMOID | {"experts.groups": 4, "experts.groups_per_token": 2, "experts.shared_width": 5}),
+        (6, 2, SIGMOID | {"experts.normalize_weights": False}),
+        (8, 3, SIGMOID | {"experts.groups": 4, "experts.groups_per_token": 2}),
+        (12, 4, SIGMOID | {"experts.groups": 3, "experts.groups_per_token": 2, "experts.normalize_weights": False}),
+        (12, 4, SIGMOID | {"experts.groups": 2, "experts.groups_per_token": 1}),
     ],
 )
 def test_weighted_sum_of_selected_experts(shape, experts, per_token, options):

@@ -7,6 +7,7 @@ import pytest
 import kvjax
 from kvjax import registry
 from kvjax_models.formats import huggingface
+from kvjax_models.model.config import ExpertConfig
 from kvjax_models.runner.generator import Generator
 from tests.kvjax.support import ON_A_MESH as POLICIES
 from tests.kvjax.support import each
@@ -42,7 +43,7 @@ def test_families_generate_with_policies(family, policy):
             assert type(cache.policy) is kvjax.SlidingWindow and cache.state.recent == window
 
 
-EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_width": 16, "scoring_func": "sigmoid", "dense_layers": (0,)}
+EXPERTS = ExpertConfig(4, 2, 16, scoring_func="sigmoid", dense_layers=(0,), shared_width=16)
 
 
 @pytest.mark.heavy
@@ -50,7 +51,7 @@ EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_width": 16, "scoring_fu
 def test_every_policy_compresses_a_document_of_a_model_with_experts(policy, tmp_path, monkeypatch):
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))  # of the profile that KVzap makes
     text = "".join(f"Line {number}: the code is {7315 + 11 * number}.\n" for number in range(40))
-    llm = tiny.make_lively_llm(**EXPERTS, shared_expert_width=16)
+    llm = tiny.make_lively_llm(experts=EXPERTS)
     document = llm.cache(policy, None if policy == "exact" else "50%").read(text)
     assert len(document.generate(" and", max_new_tokens=4)) == 4
 

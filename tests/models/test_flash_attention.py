@@ -13,6 +13,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import process_mask
 
 from kvjax_models.model import flash_attention
+from kvjax_models.model.config import AttentionConfig
 from kvjax_models.model.exact_attention import chunk_attention
 from kvjax_models.model.flash_attention import AttentionSpec, unsupported_reason
 from kvjax_models.model.llama import Llama
@@ -110,7 +111,7 @@ def test_nvidia_programs_contain_cudnn_attention(monkeypatch, window):
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
     sizes = {"query_heads": 4, "kv_heads": 2, "width": 64, "mlp_width": 64, "head_dim": 64, "max_length": 512}
-    config = small_config(**sizes, windows=(window,))
+    config = small_config(**sizes, attention=AttentionConfig(windows=(window,)))
     layer = Llama(config, dtype=BF16, rngs=nnx.Rngs(0)).layers[0]
     shapes = jax.ShapeDtypeStruct((2, 4, 64, 64), BF16), jax.ShapeDtypeStruct((2,), jnp.int32)
 

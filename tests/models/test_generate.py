@@ -12,6 +12,7 @@ from flax import nnx
 import kvjax
 from kvjax.policy import Prompt
 from kvjax_models.model import llama
+from kvjax_models.model.config import AttentionConfig
 from kvjax_models.model.llama import Llama
 from kvjax_models.runner import decode as decode_lib
 from kvjax_models.runner import lowering, prefill, repetition
@@ -41,7 +42,7 @@ few_policies = pytest.mark.parametrize("name", ["exact", "subgen_mean", "head_bu
 
 def random_model(windows=(None, 20, None)):
     sizes = {"vocab_size": VOCABULARY, "width": 32, "mlp_width": 64, "query_heads": 4, "kv_heads": 2, "head_dim": 16}
-    config = small_config(**sizes, max_length=512, layers=len(windows), windows=windows)
+    config = small_config(**sizes, max_length=512, layers=len(windows), attention=AttentionConfig(windows=windows))
     graph, parameters = nnx.split(Llama(config, rngs=nnx.Rngs(0)))
     # Larger than initial parameters, so that logits differ and a wrong cache changes tokens.
     return nnx.merge(graph, jax.tree.map(lambda x: 3 * x if x.ndim == 2 else x, parameters))
@@ -372,13 +373,13 @@ def padded_prompts(*lengths):
     return tokens * (np.arange(lengths[0]) < np.array(lengths)[:, None]), np.array(lengths, np.int32)
 
 
-SINKS_AND_CAP = {"windows": (None, 20, None), "attention_sinks": True, "attention_logit_cap": 5.0}
+SINKS_AND_CAP = {"attention.windows": (None, 20, None), "attention.sinks": True, "attention.logit_cap": 5.0}
 
 
 @pytest.mark.parametrize(
     ("options", "settings"),
     [
-        ({"windows": (None, 20, None)}, {}),
+        ({"attention.windows": (None, 20, None)}, {}),
         (SINKS_AND_CAP, {"chunk_tokens": 100}),
         (SINKS_AND_CAP, {"chunk_tokens": 170, "sinks": 0}),
     ],
@@ -399,7 +400,7 @@ def test_attention_received_from_repetitions_equals_the_scores_of_the_policy(opt
             jnp.asarray(lengths),
             sink_logits=layer.sink_logits,
             repeated=dataclasses.replace(layer.repeated, received=None),
-            logit_cap=model.config.attention_logit_cap,
+            logit_cap=model.config.attention.logit_cap,
         )
         assert layer.repeated.received.max() < 1
         np.testing.assert_allclose(layer.repeated.received, policy.score(prompt), rtol=1e-4, atol=1e-6)
@@ -423,7 +424,7 @@ def test_weights_of_repetitions_are_gradients_and_norms():
         positions = jnp.arange(len(text))[None]
         x = model.embed(text[None])
         for number, (layer, zero) in enumerate(zip(model.layers, zeros, strict=True)):
-            query, key, value = layer.project(x, *model.rotation(positions, number, 192))
+            query, key, value = layer.project(x, model.rotation(positions, number, 192))
             attended = llama._causal_attention(layer, query, key, value)
             output = layer.project_output(x, attended).at[0, -len(zero) :].add(zero)
             x = layer.add_attention(x, output)

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from kvjax.distributed.sharding import rename_axes
 from kvjax_models import LanguageModel
 from kvjax_models.formats import huggingface
+from kvjax_models.model.config import RecurrenceConfig
 from kvjax_models.model.llama import Llama
 from kvjax_models.runner import lowering, prefill
 from kvjax_models.runner.generator import Generator
@@ -261,8 +262,8 @@ def test_meshes_that_cannot_be_used_are_refused():
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tp"))
     with pytest.raises(ValueError, match="axes 'fsdp', 'tp' and lacks .*'sequence'; pass .*rename_axes"):
         shard_model(make_model(), mesh)
-    sizes = dataclasses.replace(DELTA, key_heads=2)
-    config = dataclasses.replace(CONFIG, **meshes.HYBRID | {"recurrence": sizes})
+    recurrence = RecurrenceConfig((0, 2), dataclasses.replace(DELTA, key_heads=2))
+    config = dataclasses.replace(CONFIG, **meshes.HYBRID | {"recurrence": recurrence})
     model = shard_model(Llama(config, rngs=nnx.Rngs(0)), make_mesh(data=2, tensor=4))
     with pytest.raises(ValueError, match="2 along 'H' cannot be divided among 4 devices along 'tensor'"):
         Generator(model, POLICIES["exact"], **SIZES).init_state()

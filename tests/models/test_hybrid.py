@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax_models.model.config import RecurrenceConfig
 from kvjax_models.model.gated_delta import GatedDeltaSizes
 from kvjax_models.model.short_convolution import ShortConvolutionSizes
 from kvjax_models.runner import decode
@@ -21,14 +22,17 @@ from tests.models.support import compile_counts
 
 SIZES = GatedDeltaSizes(key_heads=2, value_heads=4, key_dim=8, value_dim=6, kernel_size=4)
 HYBRID = {
-    "layers": 5, "recurrent_layers": (0, 2, 4), "recurrence": SIZES, "attention_gate": True, "query_key_norm": True,
-    "norm_offset": 1.0, "rotary_dim": 4,
+    "layers": 5, "recurrence": RecurrenceConfig((0, 2, 4), SIZES), "norms.offset": 1.0, "rope.rotary_dim": 4,
+    "attention.gate": True, "attention.query_key_norm": True,
 }  # fmt: skip
 CONVOLUTIONS = ShortConvolutionSizes(channels=tiny.make_config().width, kernel_size=3, use_bias=True)
 KINDS = {
     "gated delta": HYBRID,
-    "short convolution": {key: HYBRID[key] for key in ("layers", "recurrent_layers", "query_key_norm")}
-    | {"recurrence": CONVOLUTIONS},
+    "short convolution": {
+        "layers": 5,
+        "recurrence": RecurrenceConfig((0, 2, 4), CONVOLUTIONS),
+        "attention.query_key_norm": True,
+    },
 }
 PROMPTS = [[(7 * i + 3) % 90 + 2 for i in range(70)], [5, 9, 33], [(5 * i) % 80 + 4 for i in range(21)]]
 NEW = 12
@@ -128,7 +132,7 @@ def test_repetitions_continue_the_states_of_their_prompts(llm):
             if number in model.config.recurrent_layers:
                 x, _ = layer(x, layer.init_state(1), lengths)
                 continue
-            query, key, value = layer.project(x, *model.rotation(jnp.arange(entire.shape[1])[None], number))
+            query, key, value = layer.project(x, model.rotation(jnp.arange(entire.shape[1])[None], number))
             x = layer.finish(x, jax.nn.dot_product_attention(query, key, value, is_causal=True))
         np.testing.assert_allclose(keys[:size], key[0, 64:], atol=5e-4)
 
@@ -207,10 +211,10 @@ def test_policies_have_layers_with_attention_and_bytes_count_recurrent_states(ll
     [
         (lambda llm: generate(make_generator(llm, kvjax.KVgrad(budget=32))),
          "scores with gradients, which pass layers with attention only"),
-        (lambda llm: dataclasses.replace(llm.model.config, recurrence=None),
-         "recurrent_layers and recurrence must be set together"),
-        (lambda llm: dataclasses.replace(llm.model.config, recurrent_layers=range(5)),
-         "recurrent_layers names every layer"),
+        (lambda llm: dataclasses.replace(llm.model.config, recurrence=RecurrenceConfig((), SIZES)),
+         "recurrence.layers is empty"),
+        (lambda llm: dataclasses.replace(llm.model.config, recurrence=RecurrenceConfig(range(5), SIZES)),
+         "recurrence.layers names every layer"),
     ],
 )  # fmt: skip
 def test_unsupported_policies_and_configurations_are_refused(llm, call, message):

@@ -9,6 +9,7 @@ import pytest
 import kvjax
 from kvjax.combinators.head_budgets import retrieving_heads
 from kvjax_models import plots
+from kvjax_models.model.config import AttentionConfig
 from tests.models import tiny
 
 TEXT = "The quick brown fox jumps over the lazy dog, and 7315 sheep. " * 3
@@ -87,7 +88,7 @@ def test_heads_with_the_capacity_of_the_cache_keep_all_tokens(llm):
 
 
 def test_a_sliding_window_and_quantization():
-    llm = tiny.make_llm(windows=(16, None))
+    llm = tiny.make_llm(attention=AttentionConfig(windows=(16, None)))
     shares = read(llm, "snapkv:window_size=6", budget=24, kv_dtype="int8").kept()
     np.testing.assert_array_equal(shares[0], np.arange(shares.shape[2]) >= np.full((2, 1), shares.shape[2] - 16))
     assert shares[1].sum(axis=1).tolist() == [24, 24]

@@ -15,6 +15,7 @@ from kvjax_models.cli.chat import Chat, Conversation
 from kvjax_models.cli.generate import Generate
 from kvjax_models.formats import huggingface
 from kvjax_models.formats.tokenizer import Tokenizer
+from kvjax_models.model.config import AttentionConfig
 from tests.models import tiny
 from tests.models.huggingface_files import save_model
 from tests.models.loops import generate
@@ -346,7 +347,7 @@ def test_template_options_reach_the_template(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("policy", "kibibytes"), [("snapkv", 64), ("chelsea:chunk=16,recent=16", 256), ("auto", 64)])
 def test_budgets_in_bytes_include_sliding_windows(policy, kibibytes):
-    llm, budget = tiny.make_llm(windows=(64, None, 64, 64), layers=4), kibibytes * 2**10
+    llm, budget = tiny.make_llm(attention=AttentionConfig(windows=(64, None, 64, 64)), layers=4), kibibytes * 2**10
     sizes = {"batch": 1, "max_prompt_tokens": 4000, "max_new_tokens": 40}
     generator = llm.cache(policy, f"{budget}B", kv_dtype="int8").generator(**sizes)
     assert 0.5 * budget < generator.row_bytes <= budget  # windows are counted with the largest staging buffer

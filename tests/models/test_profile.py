@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from kvjax_models import cli, profile
+from kvjax_models.model.config import AttentionConfig
 from kvjax_models.model.llama import Llama
 from kvjax_models.profile import FRACTIONS
 from kvjax_models.runner.prefill import prefill_layers
@@ -36,7 +37,7 @@ FORBIDDEN = (
 
 @pytest.fixture(scope="module")
 def llm():
-    return tiny.make_llm(layers=3, windows=(None, 16, None))
+    return tiny.make_llm(layers=3, attention=AttentionConfig(windows=(None, 16, None)))
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +196,7 @@ def test_a_model_without_a_profile_is_measured_once(llm, tmp_path, monkeypatch):
 
 
 def test_what_cannot_be_measured_is_refused(llm, monkeypatch):
-    windows = Llama(small_config(layers=2, windows=(16, 16)), rngs=nnx.Rngs(0))
+    windows = Llama(small_config(layers=2, attention=AttentionConfig(windows=(16, 16))), rngs=nnx.Rngs(0))
     assert profile.find_or_measure(windows, llm.tokenizer) is None
     for model, options, message in (
         (windows, {}, "every layer of the model has a sliding window"),

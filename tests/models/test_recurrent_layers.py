@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from kvjax_models.model.gated_delta import GatedDeltaNet, GatedDeltaSizes, gated_delta_rule
+from kvjax_models.model.parameters import Initializer
 from kvjax_models.model.short_convolution import ShortConvolution, ShortConvolutionSizes, convolve, last_inputs
 
 BATCH, HEADS, GROUP, KEY_DIM, VALUE_DIM = 2, 2, 3, 8, 6
@@ -66,12 +67,12 @@ def test_gradients_are_finite_for_large_decays():
 
 def gated_delta_layer():
     sizes = GatedDeltaSizes(key_heads=HEADS, value_heads=HEADS * GROUP, key_dim=8, value_dim=6, kernel_size=4)
-    return GatedDeltaNet(16, sizes, 1e-6, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    return GatedDeltaNet(16, sizes, 1e-6, Initializer(jnp.float32, nnx.Rngs(0)))
 
 
 def convolution_layer():
     sizes = ShortConvolutionSizes(channels=32, kernel_size=3, use_bias=True)
-    layer = ShortConvolution(16, sizes, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    layer = ShortConvolution(16, sizes, Initializer(jnp.float32, nnx.Rngs(0)))
     layer.bias[...] = jax.random.normal(jax.random.key(2), 32)
     return layer
 

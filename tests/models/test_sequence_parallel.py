@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 import kvjax
 from kvjax_models.model import flash_attention
+from kvjax_models.model.config import AttentionConfig, ExpertConfig, NormConfig
 from kvjax_models.model.llama import Llama
 from kvjax_models.runner import lowering, prefill
 from kvjax_models.runner.generator import Generator
@@ -22,9 +23,12 @@ from tests.models.meshes import heavy, needs_devices, run_two_processes, starts_
 from tests.models.support import written_arrays
 
 CONFIG = dataclasses.replace(meshes.CONFIG, mlp_width=16, max_length=4096)
-SINKS_AND_CAP = {"attention_sinks": True, "attention_logit_cap": 5.0, "windows": (40, None)}
-EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_width": 16, "mlp_bias": True}
-NORMS = {"norms": "sandwich", "query_key_norm": True, "joint_query_key_norm": True, "windows": (None, 100)}
+SINKS_AND_CAP = {"attention": AttentionConfig(sinks=True, logit_cap=5.0, windows=(40, None))}
+EXPERTS = {"experts": ExpertConfig(4, 2, 16), "mlp_bias": True}
+NORMS = {
+    "norms": NormConfig("sandwich"),
+    "attention": AttentionConfig(query_key_norm=True, joint_query_key_norm=True, windows=(None, 100)),
+}
 # Query heads, KV heads, the mesh and further options of models whose devices share heads or tokens.
 MODELS = {
     "heads": (8, 4, {"tensor": 8}, {}),
@@ -43,7 +47,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "coll
 def random_model(query_heads, kv_heads, options=None, dtype=jnp.float32):
     config = dataclasses.replace(CONFIG, query_heads=query_heads, kv_heads=kv_heads, **options or {})
     model = Llama(config, dtype=dtype, rngs=nnx.Rngs(0))
-    if config.attention_sinks:
+    if config.attention.sinks:
         for layer in model.layers:
             layer.attention.sinks[...] = jnp.linspace(-2.0, 2.0, query_heads, dtype=dtype)
     return model
@@ -141,7 +145,7 @@ def test_repetitions_equal_those_of_one_device(name):
 )
 def test_a_kernel_equals_chunks(monkeypatch, name, is_sharded, supports_runs, expected_call):
     monkeypatch.setattr(flash_attention, "BLOCK", 128)
-    model = random_models(name, head_dim=64, experts=0)[is_sharded]
+    model = random_models(name, head_dim=64, experts=None)[is_sharded]
     calls = set()
 
     def attend(spec, query, *args, run):

@@ -10,12 +10,13 @@ import safetensors.numpy
 
 from kvjax_models.formats import huggingface
 from kvjax_models.formats.weights import dequantize_mxfp4
+from kvjax_models.model.config import AttentionConfig, ExpertConfig
 from tests.models.huggingface_files import save_model
 from tests.models.support import assert_equal_parameters, random_model, small_config
 
 GPT_OSS = small_config(
-    width=32, mlp_width=32, layers=2, qkv_bias=True, output_bias=True, mlp_bias=True, attention_sinks=True, experts=3,
-    experts_per_token=2, expert_width=32, activation="clipped_swiglu",
+    width=32, mlp_width=32, layers=2, mlp_bias=True, activation="clipped_swiglu",
+    attention=AttentionConfig(qkv_bias=True, output_bias=True, sinks=True), experts=ExpertConfig(3, 2, 32),
 )  # fmt: skip
 
 

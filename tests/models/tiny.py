@@ -16,7 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from kvjax_models import LanguageModel
 from kvjax_models.formats.tokenizer import Tokenizer
-from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model import config
 from kvjax_models.model.llama import Llama
 from tests.models.huggingface_files import save_model
 
@@ -59,9 +59,9 @@ def make_sentencepiece_backend():
 
 
 def make_config(**changes):
-    """Returns the configuration of the model."""
+    """Returns the configuration of the model; `changes` are named as in `config.make_config`, or groups."""
     sizes = {"vocab_size": 98, "width": 32, "mlp_width": 48, "layers": 2, "query_heads": 4, "kv_heads": 2}
-    return LlamaConfig(**sizes | {"head_dim": 16, "max_length": 8192} | changes)
+    return config.make_config(sizes | {"head_dim": 16, "max_length": 8192} | changes)
 
 
 def make_llm(template=None, seed=1, backend=None, **changes):
@@ -86,10 +86,10 @@ def write(directory, seed=1, template=None, **changes):
     ids = {"bos_token_id": backend.token_to_id(BOS), "eos_token_id": backend.token_to_id(EOS)}
     save_model(directory, Llama(make_config(**changes), rngs=nnx.Rngs(seed)), **ids)
     backend.save(str(directory / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS}
     if template is not None:
-        config["chat_template"] = template
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+        values["chat_template"] = template
+    (directory / "tokenizer_config.json").write_text(json.dumps(values))
     return directory
 
 

@@ -160,7 +160,7 @@ def test_fingerprints_depend_on_weights_configuration_and_dtype():
         kernel[...] = factor * kernel[...]
         assert model_fingerprint(model) != expected  # not cached
         kernel[...] = kernel[...] / factor
-    others = [make_model(config=small_config(rope_theta=5e5)), make_model(1), make_model(dtype=jnp.bfloat16)]
+    others = [make_model(config=small_config(**{"rope.theta": 5e5})), make_model(1), make_model(dtype=jnp.bfloat16)]
     assert len({expected, *map(model_fingerprint, others)}) == 4
 
 

@@ -1,6 +1,7 @@
 """The values of a config.json; errors name the key."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 # Entries of `layer_types`; the last two are a gated delta rule and a short convolution.
@@ -36,6 +37,14 @@ class ConfigValues(dict[str, Any]):
         if value is not None and not isinstance(value, bool):
             raise ValueError(f"{key}={value!r} must be true or false")
         return bool(value)
+
+    @property
+    def rope(self) -> "ConfigValues":
+        """The settings of the rotary embedding; `rope_scaling` has precedence, as in transformers."""
+        value = self.get("rope_scaling") or self.get("rope_parameters") or {}
+        if not isinstance(value, Mapping):
+            raise ValueError(f"rope_parameters={value!r} must be an object")
+        return ConfigValues(value)
 
     def per_layer(self, key: str) -> list[Any] | None:
         """Returns a list with one entry per layer, or None if it is null or missing."""

@@ -11,37 +11,34 @@ DEFAULTS: dict[str, Any] = {
     "routed_scaling_factor": 1.0,
 }
 KEYS: dict[str, str | tuple[str, ...]] = {
-    "n_routed_experts": "experts",
-    "num_experts_per_tok": "experts_per_token",
-    "moe_intermediate_size": "expert_width",
-    "norm_topk_prob": "normalize_expert_weights",
-    "n_group": "expert_groups",
-    "topk_group": "expert_groups_per_token",
-    "routed_scaling_factor": "routed_scaling_factor",
+    "n_routed_experts": "experts.number",
+    "num_experts_per_tok": "experts.per_token",
+    "moe_intermediate_size": "experts.width",
+    "norm_topk_prob": "experts.normalize_weights",
+    "n_group": "experts.groups",
+    "topk_group": "experts.groups_per_token",
+    "routed_scaling_factor": "experts.scaling_factor",
 }
 ALIASES = {"num_local_experts": "n_routed_experts"}  # transformers' other name
 # "noaux_tc" names the selection by sigmoid scores with a bias.
-_SUPPORTED: dict[str, tuple[Any, ...]] = {
+SUPPORTED: dict[str, tuple[Any, ...]] = {
     "scoring_func": ("sigmoid", "noaux_tc"),
     "topk_method": ("noaux_tc",),
     "moe_layer_freq": (1,),
 }
-OTHER_KEYS = (*_SUPPORTED, "n_shared_experts", "first_k_dense_replace")
+OTHER_KEYS = ("n_shared_experts", "first_k_dense_replace")
 
 
 def expert_fields(values: ConfigValues) -> dict[str, Any]:
     """Returns the fields of the router, the shared expert and the dense layers.
 
     Raises:
-        ValueError: if a feature is not supported or a size is invalid.
+        ValueError: if a size is invalid.
     """
-    for key, supported in _SUPPORTED.items():
-        if values.get(key, supported[0]) not in supported:
-            raise ValueError(f"not supported: {key}={values[key]!r}; supported: {', '.join(map(repr, supported))}")
     shared = values.integer("n_shared_experts", minimum=0)
     dense = min(values.integer("first_k_dense_replace", minimum=0), values.integer("num_hidden_layers"))
     return {
-        "scoring_func": "sigmoid",
-        "shared_expert_width": shared * values.integer("moe_intermediate_size"),
-        "dense_layers": tuple(range(dense)),
+        "experts.scoring_func": "sigmoid",
+        "experts.shared_width": shared * values.integer("moe_intermediate_size"),
+        "experts.dense_layers": tuple(range(dense)),
     }

@@ -13,7 +13,7 @@ ERNIE4_5 = Family(
         "rope_theta": 500000.0,
         "tie_word_embeddings": True,
     },
-    keys={"use_bias": ("qkv_bias", "output_bias", "mlp_bias")},
+    keys={"use_bias": ("attention.qkv_bias", "attention.output_bias", "mlp_bias")},
     interleaved_rope=True,
     gguf=Gguf("ernie4_5"),
 )

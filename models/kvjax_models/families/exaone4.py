@@ -26,8 +26,8 @@ def _layers_without_rope(values: ConfigValues) -> dict[str, Any]:
     """Returns the layers without rotary embedding: those without a window, if the model has windows."""
     if values.get("sliding_window") is None:
         return {}
-    types = values.per_layer("layer_types") or _every_nth_full(values)
-    return {"nope_layers": tuple(layer for layer, kind in enumerate(types) if kind != SLIDING_ATTENTION)}
+    types = enumerate(values["layer_types"])
+    return {"rope.nope_layers": tuple(layer for layer, kind in types if kind != SLIDING_ATTENTION)}
 
 
 EXAONE4 = Family(
@@ -40,7 +40,7 @@ EXAONE4 = Family(
         "sliding_window": 4096,
         "sliding_window_pattern": 4,
     },
-    fields={"norms": "post", "query_key_norm": True},
+    fields={"norms.position": "post", "attention.query_key_norm": True},
     more_fields=_layers_without_rope,
     layer_types=_every_nth_full,
     reads_layer_types=True,

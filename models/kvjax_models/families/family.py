@@ -50,8 +50,13 @@ EXPERTS: dict[Path, str] = {
     ("experts", "up"): "mlp.experts.{}.up_proj",
     ("experts", "down"): "mlp.experts.{}.down_proj",
 }
+EXPERT_KEYS: dict[str, str | tuple[str, ...]] = {
+    "num_experts": "experts.number",
+    "num_experts_per_tok": "experts.per_token",
+    "moe_intermediate_size": "experts.width",
+}
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-ATTENTION_BIAS: dict[str, str | tuple[str, ...]] = {"attention_bias": ("qkv_bias", "output_bias")}
+ATTENTION_BIAS: dict[str, str | tuple[str, ...]] = {"attention_bias": ("attention.qkv_bias", "attention.output_bias")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +127,8 @@ class Family:
         fields: fields of `LlamaConfig` that all models of the family share.
         keys: keys of config.json and the fields they set, whose types determine those of the values.
         activations: values of `hidden_act`, and those of `LlamaConfig.activation`.
-        more_fields: computes further fields, and refuses values that the decoder does not implement.
+        more_fields: computes further fields from the values, in which `layer_types` is complete.
+        supported: values of keys for which the decoder has one implementation; a missing key means one of them.
         layer_types: computes the attention type of every layer from other keys than `layer_types`.
         recurrent_type: type of layers with a recurrence in place of attention; None without such layers.
         reads_layer_types: whether the key `layer_types` has precedence; transformers ignores it in the other families.
@@ -146,6 +152,7 @@ class Family:
     keys: Mapping[str, str | tuple[str, ...]] = dataclasses.field(default_factory=dict)
     activations: Mapping[str, str] = dataclasses.field(default_factory=lambda: ACTIVATIONS)
     more_fields: Callable[[ConfigValues], Mapping[str, Any]] = lambda values: {}
+    supported: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     layer_types: Callable[[ConfigValues], list[str]] = full_layers
     recurrent_type: str | None = None
     reads_layer_types: bool = False

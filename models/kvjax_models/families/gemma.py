@@ -11,22 +11,16 @@ _DEFAULTS = {
     "tie_word_embeddings": True,
     "hidden_activation": "gelu_pytorch_tanh",
 }
-_GELUS = ("gelu", "gelu_pytorch_tanh")  # values of hidden_act, which mean the second one
+_SUPPORTED = {"hidden_act": ("gelu", "gelu_pytorch_tanh")}  # both mean the second one
 _GGUF_VALUES = {"hidden_activation": "gelu_pytorch_tanh"}
 
 
 def _scales(values: ConfigValues) -> dict[str, Any]:
-    """Returns the scales of embeddings and attention logits.
-
-    Raises:
-        ValueError: if the activation is not supported.
-    """
-    if values.get("hidden_act", "gelu") not in _GELUS:
-        raise ValueError(f"not supported: hidden_act={values['hidden_act']!r} (supported: {', '.join(_GELUS)})")
-    fields: dict[str, Any] = {"embedding_scale": values.integer("hidden_size") ** 0.5}
+    """Returns the scales of embeddings and attention logits."""
+    fields: dict[str, Any] = {"scales.embedding": values.integer("hidden_size") ** 0.5}
     if values.get("query_pre_attn_scalar") is not None:
         scalar = values.number("query_pre_attn_scalar")
-        fields["attention_scale"] = None if scalar == values.integer("head_dim") else scalar**-0.5
+        fields["attention.scale"] = None if scalar == values.integer("head_dim") else scalar**-0.5
     return fields
 
 
@@ -38,9 +32,10 @@ GEMMA = Family(
     "gemma",
     "GemmaForCausalLM",
     defaults=_DEFAULTS | {"num_key_value_heads": 16},
-    fields={"norm_offset": 1.0},
+    fields={"norms.offset": 1.0},
     keys=ATTENTION_BIAS,
     more_fields=_scales,
+    supported=_SUPPORTED,
     gguf=Gguf("gemma", values=_GGUF_VALUES),
 )
 GEMMA2 = Family(
@@ -54,9 +49,11 @@ GEMMA2 = Family(
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
-    fields={"norm_offset": 1.0, "norms": "sandwich"},
-    keys=ATTENTION_BIAS | {"attn_logit_softcapping": "attention_logit_cap", "final_logit_softcapping": "logit_cap"},
+    fields={"norms.offset": 1.0, "norms.position": "sandwich"},
+    keys=ATTENTION_BIAS
+    | {"attn_logit_softcapping": "attention.logit_cap", "final_logit_softcapping": "scales.logit_cap"},
     more_fields=_scales,
+    supported=_SUPPORTED,
     layer_types=every_nth_full(2),
     reads_layer_types=True,
     modules=SANDWICH_NORMS,
@@ -80,9 +77,10 @@ GEMMA3 = Family(
         "rope_local_base_freq": 1e4,
         "sliding_window_pattern": 6,
     },
-    fields={"norm_offset": 1.0, "norms": "sandwich", "query_key_norm": True},
-    keys=ATTENTION_BIAS | {"final_logit_softcapping": "logit_cap"},
+    fields={"norms.offset": 1.0, "norms.position": "sandwich", "attention.query_key_norm": True},
+    keys=ATTENTION_BIAS | {"final_logit_softcapping": "scales.logit_cap"},
     more_fields=_scales,
+    supported=_SUPPORTED,
     layer_types=_every_nth_full,
     reads_layer_types=True,
     aliases={"_sliding_window_pattern": "sliding_window_pattern"},

@@ -9,14 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax_models.families.config_values import FULL_ATTENTION, ConfigValues
-from kvjax_models.families.family import EXPERTS, SANDWICH_NORMS, Family, every_nth_full
-
-# Features that are not implemented, with the values that disable them.
-_DISABLED: dict[str, Any] = {
-    "hidden_size_per_layer_input": 0,
-    "num_kv_shared_layers": 0,
-    "use_bidirectional_attention": None,
-}
+from kvjax_models.families.family import ATTENTION_BIAS, EXPERTS, SANDWICH_NORMS, Family, every_nth_full
 
 
 def _layer_types(values: ConfigValues) -> list[str]:
@@ -30,12 +23,8 @@ def _head_sizes(values: ConfigValues) -> dict[str, Any]:
     """Returns the scale of embeddings, the sizes of heads of both kinds of layers, and the fields of experts.
 
     Raises:
-        ValueError: if a feature is not supported or a size is invalid.
+        ValueError: if a size is invalid.
     """
-    for key, disabled in _DISABLED.items():
-        # "vision" concerns images only.
-        if values.get(key, disabled) not in (disabled, "vision" if disabled is None else disabled):
-            raise ValueError(f"not supported: {key}={values[key]!r}; supported: {disabled!r}")
     sizes = ConfigValues({"num_key_value_heads": values["num_key_value_heads"], "head_dim": values["global_head_dim"]})
     if values.boolean("attention_k_eq_v") and values.get("num_global_key_value_heads") is not None:
         sizes["num_key_value_heads"] = values["num_global_key_value_heads"]
@@ -43,9 +32,9 @@ def _head_sizes(values: ConfigValues) -> dict[str, Any]:
         sizes |= _listed_sizes(values, listed)
     return {
         **_expert_fields(values),
-        "embedding_scale": values.integer("hidden_size") ** 0.5,
-        "window_kv_heads": values.integer("num_key_value_heads"),
-        "window_head_dim": values.integer("head_dim"),
+        "scales.embedding": values.integer("hidden_size") ** 0.5,
+        "attention.window_kv_heads": values.integer("num_key_value_heads"),
+        "attention.window_head_dim": values.integer("head_dim"),
         "kv_heads": sizes.integer("num_key_value_heads"),
         "head_dim": sizes.integer("head_dim"),
     }
@@ -56,10 +45,10 @@ def _expert_fields(values: ConfigValues) -> dict[str, Any]:
     if not values.boolean("enable_moe_block"):
         return {}
     return {
-        "parallel_experts": True,
-        "experts": values.integer("num_experts"),
-        "experts_per_token": values.integer("top_k_experts"),
-        "expert_width": values.integer("moe_intermediate_size"),
+        "experts.parallel": True,
+        "experts.number": values.integer("num_experts"),
+        "experts.per_token": values.integer("top_k_experts"),
+        "experts.width": values.integer("moe_intermediate_size"),
     }
 
 
@@ -72,8 +61,7 @@ def _listed_sizes(values: ConfigValues, listed: Any) -> dict[str, Any]:
     Raises:
         ValueError: if these layers differ, or others are listed.
     """
-    types = _layer_types(values)
-    full = {str(layer) for layer, kind in enumerate(types) if kind == FULL_ATTENTION}
+    full = {str(layer) for layer, kind in enumerate(values["layer_types"]) if kind == FULL_ATTENTION}
     sizes = list(listed.values()) if isinstance(listed, Mapping) else []
     is_valid = bool(sizes) and {str(key) for key in listed} == full and all(size == sizes[0] for size in sizes)
     if not is_valid or not isinstance(sizes[0], Mapping) or not {*sizes[0]} <= {"head_dim", "num_key_value_heads"}:
@@ -101,22 +89,26 @@ GEMMA4 = Family(
         },
     },
     fields={
-        "norms": "sandwich",
-        "query_key_norm": True,
-        "value_norm": True,
-        "layer_scale": True,
-        "attention_scale": 1.0,
+        "norms.position": "sandwich",
+        "attention.query_key_norm": True,
+        "attention.value_norm": True,
+        "scales.layer": True,
+        "attention.scale": 1.0,
     },
     keys={
-        "attention_bias": ("qkv_bias", "output_bias"),
-        "final_logit_softcapping": "logit_cap",
-        "attention_k_eq_v": "keys_as_values",
+        **ATTENTION_BIAS,
+        "final_logit_softcapping": "scales.logit_cap",
+        "attention_k_eq_v": "attention.keys_as_values",
     },
     more_fields=_head_sizes,
+    supported={
+        "hidden_size_per_layer_input": (0,),
+        "num_kv_shared_layers": (0,),
+        "use_bidirectional_attention": (None, "vision"),  # of images only
+    },
     layer_types=_layer_types,
     reads_layer_types=True,
     other_keys=(
-        *_DISABLED,
         "num_global_key_value_heads",
         "per_layer_config",
         "vocab_size_per_layer_input",

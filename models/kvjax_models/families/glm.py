@@ -14,7 +14,7 @@ _GLM: dict[str, Any] = {
         "attention_bias": True,
         "partial_rotary_factor": 0.5,
     },
-    "keys": {"attention_bias": "qkv_bias"},
+    "keys": {"attention_bias": "attention.qkv_bias"},
     "partial_rotary": True,
     "interleaved_rope": True,
 }
@@ -24,7 +24,7 @@ GLM = Family("glm", "GlmForCausalLM", modules=_MODULES, **_GLM)
 GLM4 = Family(
     "glm4",
     "Glm4ForCausalLM",
-    fields={"norms": "sandwich"},
+    fields={"norms.position": "sandwich"},
     modules={
         **_MODULES,
         ("after_attention_norm",): "post_self_attn_layernorm",
@@ -48,8 +48,9 @@ GLM4_MOE = Family(
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
     },
-    keys={**deepseek_experts.KEYS, "attention_bias": "qkv_bias", "use_qk_norm": "query_key_norm"},
+    keys={**deepseek_experts.KEYS, "attention_bias": "attention.qkv_bias", "use_qk_norm": "attention.query_key_norm"},
     more_fields=deepseek_experts.expert_fields,
+    supported=deepseek_experts.SUPPORTED,
     partial_rotary=True,
     aliases=deepseek_experts.ALIASES,
     other_keys=(*deepseek_experts.OTHER_KEYS, "num_nextn_predict_layers", "num_mtp_layers"),

@@ -1,23 +1,7 @@
 """gpt-oss."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from kvjax_models.families.config_values import ConfigValues
 from kvjax_models.families.family import Family, Gguf, every_nth_full
-
-
-def _no_more_fields(values: ConfigValues) -> Mapping[str, Any]:
-    """Returns no fields.
-
-    Raises:
-        ValueError: if a constant of the activation is not the published one.
-    """
-    for key, supported in {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}.items():
-        if values.get(key, supported) != supported:
-            raise ValueError(f"not supported: {key}={values[key]!r}; supported: {supported}")
-    return {}
-
+from kvjax_models.families.mistral import MIXTRAL
 
 GPT_OSS = Family(
     "gpt_oss",
@@ -39,22 +23,18 @@ GPT_OSS = Family(
         "num_experts_per_tok": 4,
     },
     fields={
-        "qkv_bias": True,
-        "output_bias": True,
+        "attention.qkv_bias": True,
+        "attention.output_bias": True,
         "mlp_bias": True,
-        "attention_sinks": True,
+        "attention.sinks": True,
         "activation": "clipped_swiglu",
     },
-    keys={
-        "num_local_experts": "experts",
-        "num_experts_per_tok": "experts_per_token",
-        "intermediate_size": "expert_width",
-    },
-    more_fields=_no_more_fields,
+    keys=MIXTRAL.keys,
+    supported={"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
     layer_types=every_nth_full(2),
     reads_layer_types=True,
-    aliases={"num_experts": "num_local_experts"},
-    other_keys=("attention_bias", "swiglu_alpha", "swiglu_limit"),
+    aliases=MIXTRAL.aliases,
+    other_keys=("attention_bias",),
     quantization="mxfp4",
     modules={
         ("mlp", "router"): "mlp.router",

@@ -15,10 +15,10 @@ GRANITE = Family(
     keys=ATTENTION_BIAS
     | {
         "mlp_bias": "mlp_bias",
-        "embedding_multiplier": "embedding_scale",
-        "residual_multiplier": "residual_scale",
-        "logits_scaling": "logit_divisor",
-        "attention_multiplier": "attention_scale",
+        "embedding_multiplier": "scales.embedding",
+        "residual_multiplier": "scales.residual",
+        "logits_scaling": "scales.logit_divisor",
+        "attention_multiplier": "attention.scale",
     },
     gguf=Gguf("granite", interleaved_rope=True),
 )

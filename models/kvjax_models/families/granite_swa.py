@@ -19,7 +19,7 @@ def _rotary_bases(values: ConfigValues) -> dict[str, Any]:
         return {}
     without = tuple(layer for layer, base in enumerate(bases) if base == 0)
     used = [1.0 if base == 0 else ConfigValues(layer_rope_theta=base).number("layer_rope_theta") for base in bases]
-    return {"layer_rope_theta": tuple(used), "nope_layers": without}
+    return {"rope.layer_theta": tuple(used), "rope.nope_layers": without}
 
 
 GRANITE_SWA = dataclasses.replace(
@@ -34,7 +34,7 @@ GRANITE_SWA = dataclasses.replace(
         "tie_word_embeddings": True,
         "sliding_window": 128,
     },
-    fields={"attention_sinks": True},
+    fields={"attention.sinks": True},
     more_fields=_rotary_bases,
     layer_types=_layer_types,
     reads_layer_types=True,

@@ -20,8 +20,8 @@ def _fields(values: ConfigValues) -> dict[str, Any]:
     fields: dict[str, Any] = {"mlp_width": _mlp_width(values)}
     if values.get("tie_embedding") is not None:
         fields["tied_embeddings"] = values.boolean("tie_embedding")
-    if CONVOLUTION in (values.per_layer("layer_types") or _layer_types(values)):
-        fields["recurrence"] = ShortConvolutionSizes(
+    if CONVOLUTION in values["layer_types"]:
+        fields["recurrence.sizes"] = ShortConvolutionSizes(
             channels=values.integer("hidden_size"),
             kernel_size=values.integer("conv_L_cache", minimum=2),
             use_bias=values.boolean("conv_bias"),
@@ -57,8 +57,8 @@ LFM2 = Family(
         "block_ffn_dim_multiplier": 1.0,
         "block_multiple_of": 256,
     },
-    fields={"query_key_norm": True},
-    keys={"norm_eps": "norm_epsilon"},
+    fields={"attention.query_key_norm": True},
+    keys={"norm_eps": "norms.epsilon"},
     activations={"silu": "silu"},
     more_fields=_fields,
     layer_types=_layer_types,

@@ -1,6 +1,5 @@
 """Ministral 3, whose queries grow with their position."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from kvjax_models.families.config_values import ConfigValues
@@ -13,12 +12,11 @@ def _query_growth(values: ConfigValues) -> dict[str, Any]:
     Raises:
         ValueError: if these are invalid.
     """
-    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    rope = ConfigValues(rope if isinstance(rope, Mapping) else {})
+    rope = values.rope
     if not rope.get("llama_4_scaling_beta"):
         return {}
     period = ConfigValues(values | rope).integer("original_max_position_embeddings")
-    return {"query_growth": rope.number("llama_4_scaling_beta"), "query_period": period}
+    return {"rope.query_growth": rope.number("llama_4_scaling_beta"), "rope.query_period": period}
 
 
 MINISTRAL3 = Family(

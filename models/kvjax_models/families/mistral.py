@@ -19,9 +19,9 @@ MIXTRAL = Family(
     "MixtralForCausalLM",
     defaults=_DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2},
     keys={
-        "num_local_experts": "experts",
-        "num_experts_per_tok": "experts_per_token",
-        "intermediate_size": "expert_width",
+        "num_local_experts": "experts.number",
+        "num_experts_per_tok": "experts.per_token",
+        "intermediate_size": "experts.width",
     },
     layer_types=sliding_layers,
     aliases={"num_experts": "num_local_experts"},  # transformers' other name

@@ -3,7 +3,7 @@
 from kvjax_models.families.family import ATTENTION_BIAS, SANDWICH_NORMS, Family, Gguf, every_nth_full
 
 _DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
-_FIELDS = {"norms": "post", "query_key_norm": True, "joint_query_key_norm": True}
+_FIELDS = {"norms.position": "post", "attention.query_key_norm": True, "attention.joint_query_key_norm": True}
 
 OLMO2 = Family(
     "olmo2",

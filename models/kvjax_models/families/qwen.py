@@ -5,6 +5,7 @@ from typing import Any
 from kvjax_models.families.config_values import ConfigValues
 from kvjax_models.families.family import (
     ATTENTION_BIAS,
+    EXPERT_KEYS,
     EXPERTS,
     Family,
     Gguf,
@@ -43,14 +44,14 @@ def dense_layers(values: ConfigValues) -> dict[str, Any]:
     if not isinstance(dense, list) or not all(isinstance(i, int) and 0 <= i < layers for i in dense):
         raise ValueError(f"mlp_only_layers={dense!r} must be a list of layer numbers")
     period = values.integer("decoder_sparse_step")
-    return {"dense_layers": tuple(i for i in range(layers) if i in dense or (i + 1) % period)}
+    return {"experts.dense_layers": tuple(i for i in range(layers) if i in dense or (i + 1) % period)}
 
 
 QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
     defaults=_DEFAULTS,
-    fields={"qkv_bias": True},
+    fields={"attention.qkv_bias": True},
     layer_types=_later_layers,
     reads_layer_types=True,
     other_keys=("use_sliding_window",),
@@ -60,7 +61,7 @@ QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     defaults=_DEFAULTS | {"head_dim": 128},
-    fields={"query_key_norm": True},
+    fields={"attention.query_key_norm": True},
     keys=ATTENTION_BIAS,
     layer_types=_later_layers,
     reads_layer_types=True,
@@ -79,14 +80,8 @@ QWEN3_MOE = Family(
         "num_experts": 128,
         "decoder_sparse_step": 1,
     },
-    fields={"query_key_norm": True},
-    keys=ATTENTION_BIAS
-    | {
-        "num_experts": "experts",
-        "num_experts_per_tok": "experts_per_token",
-        "moe_intermediate_size": "expert_width",
-        "norm_topk_prob": "normalize_expert_weights",
-    },
+    fields={"attention.query_key_norm": True},
+    keys=ATTENTION_BIAS | EXPERT_KEYS | {"norm_topk_prob": "experts.normalize_weights"},
     more_fields=dense_layers,
     layer_types=_all_layers,
     aliases={"num_local_experts": "num_experts"},  # since transformers 5

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from kvjax_models.families.config_values import FULL_ATTENTION, LINEAR_ATTENTION, ConfigValues
-from kvjax_models.families.family import EXPERTS, Family, Path
+from kvjax_models.families.family import ATTENTION_BIAS, EXPERT_KEYS, EXPERTS, Family, Path
 from kvjax_models.model.gated_delta import GatedDeltaSizes
 
 
@@ -15,14 +15,8 @@ def _every_nth_attends(values: ConfigValues) -> list[str]:
 
 
 def gated_delta(values: ConfigValues) -> dict[str, Any]:
-    """Returns the sizes of layers with linear attention, if there are any.
-
-    Raises:
-        ValueError: if attention has no output gate, or a size is invalid.
-    """
-    if not values.boolean("attn_output_gate"):
-        raise ValueError("not supported: attn_output_gate=False; supported: True")
-    if LINEAR_ATTENTION not in (values.per_layer("layer_types") or _every_nth_attends(values)):
+    """Returns the sizes of layers with linear attention, if there are any."""
+    if LINEAR_ATTENTION not in values["layer_types"]:
         return {}
     sizes = GatedDeltaSizes(
         key_heads=values.integer("linear_num_key_heads"),
@@ -31,7 +25,7 @@ def gated_delta(values: ConfigValues) -> dict[str, Any]:
         value_dim=values.integer("linear_value_head_dim"),
         kernel_size=values.integer("linear_conv_kernel_dim", minimum=2),
     )
-    return {"recurrence": sizes}
+    return {"recurrence.sizes": sizes}
 
 
 QWEN3_5 = Family(
@@ -43,17 +37,17 @@ QWEN3_5 = Family(
         "head_dim": 256,
         "partial_rotary_factor": 0.25,
         "full_attention_interval": 4,
-        "attn_output_gate": True,
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
     },
-    fields={"norm_offset": 1.0, "query_key_norm": True, "attention_gate": True},
-    keys={"attention_bias": ("qkv_bias", "output_bias")},
+    fields={"norms.offset": 1.0, "attention.query_key_norm": True, "attention.gate": True},
+    keys=ATTENTION_BIAS,
     activations={"silu": "silu"},  # also of the convolutions
     more_fields=gated_delta,
+    supported={"attn_output_gate": (True,)},
     layer_types=_every_nth_attends,
     recurrent_type=LINEAR_ATTENTION,
     reads_layer_types=True,
@@ -80,13 +74,11 @@ QWEN3_5_MOE = dataclasses.replace(
         "shared_expert_intermediate_size": 512,
         "intermediate_size": 512,  # of single MLPs, which no layer has
     },
-    fields={**QWEN3_5.fields, "shared_expert_gate": True},
+    fields={**QWEN3_5.fields, "experts.shared_gate": True},
     keys={
         **QWEN3_5.keys,
-        "num_experts": "experts",
-        "num_experts_per_tok": "experts_per_token",
-        "moe_intermediate_size": "expert_width",
-        "shared_expert_intermediate_size": "shared_expert_width",
+        **EXPERT_KEYS,
+        "shared_expert_intermediate_size": "experts.shared_width",
     },
     modules=GATED_SHARED_EXPERT,
 )

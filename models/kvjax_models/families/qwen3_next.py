@@ -24,7 +24,7 @@ QWEN3_NEXT = dataclasses.replace(
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
     },
-    keys={**QWEN3_5_MOE.keys, "norm_topk_prob": "normalize_expert_weights"},
+    keys={**QWEN3_5_MOE.keys, "norm_topk_prob": "experts.normalize_weights"},
     more_fields=_fields,
     other_keys=(*QWEN3_5_MOE.other_keys, "mlp_only_layers"),
     modules={

@@ -11,7 +11,11 @@ SEED_OSS = Family(
         "head_dim": 128,
         "attention_bias": True,
     },
-    keys={"attention_bias": "qkv_bias", "attention_out_bias": "output_bias", "mlp_bias": "mlp_bias"},
+    keys={
+        "attention_bias": "attention.qkv_bias",
+        "attention_out_bias": "attention.output_bias",
+        "mlp_bias": "mlp_bias",
+    },
     other_keys=("residual_dropout",),
     gguf=Gguf("seed_oss", modules={"post_attention_norm": ("mlp_norm",)}),
 )

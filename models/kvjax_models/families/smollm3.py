@@ -22,7 +22,7 @@ def _rotates(values: ConfigValues) -> list[bool]:
 
 
 def _layers_without_rope(values: ConfigValues) -> dict[str, Any]:
-    return {"nope_layers": tuple(layer for layer, rotates in enumerate(_rotates(values)) if not rotates)}
+    return {"rope.nope_layers": tuple(layer for layer, rotates in enumerate(_rotates(values)) if not rotates)}
 
 
 def _layer_types(values: ConfigValues) -> list[str]:

@@ -86,22 +86,16 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     return huggingface_tokenizer.load_tokenizer(path)
 
 
-def load(
-    path: str | os.PathLike,
-    dtype: jax.typing.DTypeLike | None = None,
-    mesh: Mesh | None = None,
-    *,
-    options: LoadOptions | None = None,
-) -> tuple[Llama, Tokenizer]:
+def load(path: str | os.PathLike, options: LoadOptions | None = None) -> tuple[Llama, Tokenizer]:
     """Loads a model and its tokenizer; parses the header of a GGUF file once.
 
     Args:
-        options: all options instead of `dtype` and `mesh`.
+        path: a Hugging Face directory or a GGUF file.
 
     Returns:
         The model and the tokenizer.
     """
-    options = options or LoadOptions(dtype, mesh=mesh)
+    options = options or LoadOptions()
     if is_gguf(path):
         file = read_gguf(path)
         return gguf_checkpoint.load_model(file, options), gguf_tokenizer.load_tokenizer(file)

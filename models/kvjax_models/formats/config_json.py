@@ -4,21 +4,19 @@ Invalid values and features that the decoder does not support are refused with t
 approximated.
 """
 
-import typing
 from collections.abc import Mapping
 from typing import Any
 
 from kvjax.spec import MAX_TOKENS
 from kvjax_models.families import FAMILIES, FULL_ATTENTION, SLIDING_ATTENTION, ConfigValues, Family
 from kvjax_models.formats import config_keys, rope_config
-from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.config import LlamaConfig, field_type, make_config
 from kvjax_models.model.rotary import RopeScaling
 
 # Multimodal models, and the model types of their text decoders.
 _MULTIMODAL = {name: f"{name}_text" for name in ("gemma3", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe")}
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-# The types of the fields of `LlamaConfig` decide how the values of their keys are read.
-_TYPES = typing.get_type_hints(LlamaConfig)
+# The types of fields decide how the values of their keys are read.
 _READERS: dict[Any, Any] = {
     int: ConfigValues.integer,
     float: ConfigValues.number,
@@ -75,10 +73,11 @@ def parse_config(values: Mapping[str, Any]) -> LlamaConfig:
     if values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = heads
     values.setdefault("rms_norm_eps", 1e-6)
+    values["layer_types"] = _layer_types(family, values)
     fields: dict[str, Any] = {"activation": _activation(family, values), **family.fields}
     for key, names in family.keys.items():
         for name in (names,) if isinstance(names, str) else names:
-            fields[name] = _READERS[_TYPES[name]](values, key)
+            fields[name] = _READERS[field_type(name)](values, key)
     fields |= {**rope_config.parse_rope(family, values), **family.more_fields(values)}
     sizes: dict[str, Any] = {
         "vocab_size": values.integer("vocab_size"),
@@ -88,12 +87,12 @@ def parse_config(values: Mapping[str, Any]) -> LlamaConfig:
         "query_heads": heads,
         "kv_heads": values.integer("num_key_value_heads"),
         "head_dim": values.integer("head_dim"),
-        "max_length": _max_length(values, fields["rope_scaling"]),
-        "norm_epsilon": values.number("rms_norm_eps"),
+        "max_length": _max_length(values, fields["rope.scaling"]),
+        "norms.epsilon": values.number("rms_norm_eps"),
         "tied_embeddings": values.boolean("tie_word_embeddings"),
-        **_layer_kinds(family, values),
+        **_layer_kinds(family.recurrent_type, values),
     }
-    return LlamaConfig(**(sizes | fields))
+    return make_config(sizes | fields)
 
 
 def _family(values: Mapping[str, Any]) -> Family:
@@ -126,6 +125,9 @@ def _check_supported(family: Family, values: ConfigValues) -> None:
         ValueError: with all of them.
     """
     unsupported = config_keys.unsupported_keys(family, values)
+    for key, supported in family.supported.items():
+        if key in values and values[key] not in supported:
+            unsupported.append(f"{key}={values[key]!r}; supported: {', '.join(map(repr, supported))}")
     quantization = values.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     if quantization and (method is None or method != family.quantization):
@@ -161,8 +163,8 @@ def _max_length(values: ConfigValues, scaling: RopeScaling | None) -> int:
     return max(max_length, int(scaling.factor * scaling.original_length))
 
 
-def _layer_kinds(family: Family, values: ConfigValues) -> dict[str, tuple[Any, ...]]:
-    """Returns the layers without attention, and the sliding window of every layer, () if there are none.
+def _layer_types(family: Family, values: ConfigValues) -> list[str]:
+    """Returns the attention type of every layer.
 
     Raises:
         ValueError: if the layer types are not supported.
@@ -175,9 +177,15 @@ def _layer_kinds(family: Family, values: ConfigValues) -> dict[str, tuple[Any, .
     supported = (FULL_ATTENTION, family.recurrent_type or SLIDING_ATTENTION)
     if unknown := {str(kind) for kind in kinds} - {*supported}:
         raise ValueError(f"layer_types={sorted(unknown)} is not supported; supported: {', '.join(supported)}")
-    recurrent = tuple(layer for layer, kind in enumerate(kinds) if kind == family.recurrent_type)
+    return kinds
+
+
+def _layer_kinds(recurrent_type: str | None, values: ConfigValues) -> dict[str, tuple[Any, ...]]:
+    """Returns the layers with a recurrence or the sliding window of every layer, if there are any."""
+    kinds = values["layer_types"]
+    if recurrent_type in kinds:
+        return {"recurrence.layers": tuple(layer for layer, kind in enumerate(kinds) if kind == recurrent_type)}
     if SLIDING_ATTENTION not in kinds:
-        return {"recurrent_layers": recurrent, "windows": ()}
+        return {}
     window = min(values.integer("sliding_window"), MAX_TOKENS)
-    windows = tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)
-    return {"recurrent_layers": recurrent, "windows": windows}
+    return {"attention.windows": tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)}

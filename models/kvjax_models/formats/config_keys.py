@@ -53,7 +53,7 @@ _COMPUTATION = re.compile(
 
 def understood_keys(family: Family) -> set[str]:
     """Returns the keys of config.json that determine the `LlamaConfig` of a family."""
-    return {*_UNDERSTOOD, *family.defaults, *family.keys, *family.aliases, *family.other_keys}
+    return {*_UNDERSTOOD, *family.defaults, *family.keys, *family.aliases, *family.supported, *family.other_keys}
 
 
 def unsupported_keys(family: Family, values: Mapping[str, Any]) -> list[str]:

@@ -149,6 +149,39 @@ class _Tensor:
         return self.convert(*(source.read(dtype) for source in self.sources))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Metadata:
+    """The values of a file under the name of its architecture.
+
+    Attributes:
+        file: the file.
+        name: name of the architecture, with which the keys begin.
+    """
+
+    file: GGUFFile
+    name: str
+
+    def __getitem__(self, suffix: str) -> Any:
+        """Returns a value, None if it is missing; a value per layer must be equal in all layers.
+
+        Raises:
+            ValueError: if the values of layers differ or are missing.
+        """
+        key = f"{self.name}.{suffix}"
+        value = self.file.metadata.get(key)
+        if isinstance(value, np.ndarray):
+            if not value.size:
+                raise ValueError(f"{key} is an empty array")
+            if (value != value[0]).any():
+                raise ValueError(f"{key} differs between layers, which is not supported")
+            value = value[0].item()
+        return value
+
+    def number(self, suffix: str) -> float | None:
+        """Returns a number, None if it is missing."""
+        return ConfigValues({f"{self.name}.{suffix}": self[suffix]}).optional_number(f"{self.name}.{suffix}")
+
+
 def load_config(file: GGUFFile) -> LlamaConfig:
     """Returns the configuration in a GGUF file.
 
@@ -217,13 +250,9 @@ def _config_values(file: GGUFFile, family: Family) -> ConfigValues:
     Raises:
         ValueError: if a value differs between layers, or a key or a combination is not supported.
     """
-    name, keys = file.metadata["general.architecture"], _understood_keys(family)
-    _check_keys(file, name, keys)
-    found = {
-        key: _metadata_value(file, f"{name}.{suffix}")
-        for suffix, key in keys.items()
-        if suffix != "attention.sliding_window_pattern"
-    }
+    metadata, keys = _Metadata(file, file.metadata["general.architecture"]), _understood_keys(family)
+    _check_keys(metadata, keys)
+    found = {key: metadata[suffix] for suffix, key in keys.items() if suffix != "attention.sliding_window_pattern"}
     implied = {} if family.gguf is None else family.gguf.values
     values = ConfigValues({"model_type": family.model_type, "rope_theta": 10000.0, **implied})
     values |= {key: value for key, value in found.items() if value is not None}
@@ -243,14 +272,16 @@ def _config_values(file: GGUFFile, family: Family) -> ConfigValues:
         if key in family.keys:
             values[key] = f"blk.0.{tensor}" in file.tensors
     head_dim = values.integer("head_dim")
-    if _metadata_value(file, f"{name}.attention.value_length") not in (None, head_dim):
-        raise ValueError(f"{name}.attention.value_length must equal {name}.attention.key_length={head_dim}")
-    if name in _LAYERS_OF_27B:
-        is_27b = values.get("num_hidden_layers") == _LAYERS_OF_27B[name]
+    if metadata["attention.value_length"] not in (None, head_dim):
+        raise ValueError(
+            f"{metadata.name}.attention.value_length must equal {metadata.name}.attention.key_length={head_dim}"
+        )
+    if metadata.name in _LAYERS_OF_27B:
+        is_27b = values.get("num_hidden_layers") == _LAYERS_OF_27B[metadata.name]
         values["query_pre_attn_scalar"] = width // heads if is_27b else head_dim
     if "attention.sliding_window_pattern" in keys:
-        values |= _layer_types(file, name, values)
-    return ConfigValues(values | _rope_values(file, name, values))
+        values |= _layer_types(metadata, values)
+    return ConfigValues(values | _rope_values(metadata, values))
 
 
 def _understood_keys(family: Family) -> dict[str, str]:
@@ -266,25 +297,22 @@ def _understood_keys(family: Family) -> dict[str, str]:
     return {suffix: key for suffix, key in keys.items() if key in understood}
 
 
-def _check_keys(file: GGUFFile, name: str, understood: Mapping[str, str]) -> None:
+def _check_keys(metadata: _Metadata, understood: Mapping[str, str]) -> None:
     """Refuses keys of the architecture that may change the computation.
-
-    Args:
-        name: prefix of its keys.
 
     Raises:
         ValueError: with all of them.
     """
     unsupported = []
-    for key in file.metadata:
-        suffix = key.removeprefix(f"{name}.")
+    for key in metadata.file.metadata:
+        suffix = key.removeprefix(f"{metadata.name}.")
         if suffix == key or suffix in understood or suffix in _OTHER_KEYS:
             continue
-        value = _metadata_value(file, key)
+        value = metadata[suffix]
         is_neutral = value == _NEUTRAL.get(suffix) or (
             not value and suffix not in _NOT_NEUTRAL and key not in _NOT_NEUTRAL
         )
-        if not is_neutral and value != _metadata_value(file, f"{name}.{_EQUAL_KEYS.get(suffix)}"):
+        if not is_neutral and value != metadata[_EQUAL_KEYS.get(suffix, "")]:
             unsupported.append(f"{key}={value!r}")
     if unsupported:
         raise ValueError(f"not supported: {', '.join(unsupported)}")
@@ -305,13 +333,12 @@ def _vocab_size(file: GGUFFile, rows: int) -> int:
     return rows
 
 
-def _layer_types(file: GGUFFile, name: str, values: ConfigValues) -> dict[str, Any]:
-    """Returns `layer_types`, {} without a pattern: booleans per layer, or n, where every n-th layer has full attention.
+def _layer_types(metadata: _Metadata, values: ConfigValues) -> dict[str, Any]:
+    """Returns `layer_types`, {} without a pattern.
 
-    Args:
-        name: prefix of its keys.
+    A pattern is booleans per layer, or n, where every n-th layer has full attention.
     """
-    pattern = file.metadata.get(f"{name}.attention.sliding_window_pattern")
+    pattern = metadata.file.metadata.get(f"{metadata.name}.attention.sliding_window_pattern")
     if pattern is None or values["sliding_window"] is None:
         return {}
     if not isinstance(pattern, np.ndarray):
@@ -321,44 +348,36 @@ def _layer_types(file: GGUFFile, name: str, values: ConfigValues) -> dict[str, A
     return {"layer_types": [SLIDING_ATTENTION if slides else FULL_ATTENTION for slides in pattern.tolist()]}
 
 
-def _rope_values(file: GGUFFile, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_values(metadata: _Metadata, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of the rotary embedding.
-
-    Args:
-        name: prefix of its keys.
 
     Raises:
         ValueError: if the scaling is not supported.
     """
     result: dict[str, Any] = {}
-    rotary_dim = _metadata_value(file, f"{name}.rope.dimension_count")
+    rotary_dim = metadata["rope.dimension_count"]
     if isinstance(rotary_dim, int) and rotary_dim != values["head_dim"]:
         result["partial_rotary_factor"] = rotary_dim / values["head_dim"]
-    original = _metadata_value(file, f"{name}.rope.scaling.original_context_length")
+    original = metadata["rope.scaling.original_context_length"]
     if original is not None:
         result["original_max_position_embeddings"] = original
-    return result | {"rope_scaling": _rope_scaling(file, name, values)}
+    return result | {"rope_scaling": _rope_scaling(metadata, values)}
 
 
-def _rope_scaling(file: GGUFFile, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_scaling(metadata: _Metadata, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the scaling of the rotary embedding.
 
     llama.cpp takes `rope.scale_linear` for a missing `rope.scaling.factor`, linear for a missing type, and 1 for 0.
 
-    Args:
-        name: prefix of its keys.
-
     Raises:
         ValueError: if the scaling is not supported.
     """
-    prefix = f"{name}.rope.scaling"
-    factor = _metadata_value(file, f"{prefix}.factor")
-    factor = (_metadata_value(file, f"{name}.rope.scale_linear") if factor is None else factor) or None
-    kind = _metadata_value(file, f"{prefix}.type") or ("linear" if factor else "none")
-    attention = _metadata_number(file, f"{prefix}.attn_factor")
-    tensors = {
-        tensor: file.tensors[tensor].read().ravel().tolist() for tensor in _ROPE_TENSORS if tensor in file.tensors
-    }
+    prefix, stored = f"{metadata.name}.rope.scaling", metadata.file.tensors
+    factor = metadata["rope.scaling.factor"]
+    factor = (metadata["rope.scale_linear"] if factor is None else factor) or None
+    kind = metadata["rope.scaling.type"] or ("linear" if factor else "none")
+    attention = metadata.number("rope.scaling.attn_factor")
+    tensors = {tensor: stored[tensor].read().ravel().tolist() for tensor in _ROPE_TENSORS if tensor in stored}
     if tensors:
         if kind in ("linear", "yarn") and factor not in (None, 1):
             raise ValueError(f"{prefix}.factor={factor!r} is not supported together with {', '.join(tensors)}")
@@ -370,7 +389,7 @@ def _rope_scaling(file: GGUFFile, name: str, values: Mapping[str, Any]) -> dict[
             attention = 1.0
         return {"rope_type": "longrope", "attention_factor": attention, "short_factor": short, "long_factor": long}
     if kind == "yarn":
-        return _yarn_scaling(file, prefix, values, factor, attention)
+        return _yarn_scaling(metadata, values, factor, attention)
     if attention not in (None, 1):
         raise ValueError(f"{prefix}.attn_factor={attention!r} is not supported with rope_type={kind!r}")
     if kind == "none" or (kind == "linear" and factor is None):
@@ -380,7 +399,7 @@ def _rope_scaling(file: GGUFFile, name: str, values: Mapping[str, Any]) -> dict[
 
 
 def _yarn_scaling(
-    file: GGUFFile, prefix: str, values: Mapping[str, Any], factor: Any, attention: float | None
+    metadata: _Metadata, values: Mapping[str, Any], factor: Any, attention: float | None
 ) -> dict[str, Any]:
     """Returns YaRN's scaling.
 
@@ -394,34 +413,15 @@ def _yarn_scaling(
     if values["model_type"] == "gpt_oss":
         scaling["truncate"] = False
     # Converters write the total or an additional factor, and llama.cpp ignores it in the supported architectures.
-    total = _metadata_number(file, f"{prefix}.yarn_attn_factor")
+    total = metadata.number("rope.scaling.yarn_attn_factor")
     if attention is None and total is None:
         return scaling
     default = rope_config.yarn_attention_factor(ConfigValues(scaling).number("factor"))
     if total is not None and not math.isclose(total, default, rel_tol=1e-4):
-        raise ValueError(f"{prefix}.yarn_attn_factor={total} is not supported; supported: YaRN's {default:.6g}")
+        raise ValueError(
+            f"{metadata.name}.rope.scaling.yarn_attn_factor={total} is not supported; supported: YaRN's {default:.6g}"
+        )
     return scaling | {"attention_factor": default * (1.0 if attention is None else attention)}
-
-
-def _metadata_number(file: GGUFFile, key: str) -> float | None:
-    """Returns a number of the metadata, None if it is missing."""
-    return ConfigValues({key: _metadata_value(file, key)}).optional_number(key)
-
-
-def _metadata_value(file: GGUFFile, key: str) -> Any:
-    """Returns a value of the metadata, None if it is missing; a value per layer must be equal in all layers.
-
-    Raises:
-        ValueError: if the values of layers differ or are missing.
-    """
-    value = file.metadata.get(key)
-    if isinstance(value, np.ndarray):
-        if not value.size:
-            raise ValueError(f"{key} is an empty array")
-        if (value != value[0]).any():
-            raise ValueError(f"{key} differs between layers, which is not supported")
-        value = value[0].item()
-    return value
 
 
 def _convert_tensors(file: GGUFFile, family: Family, config: LlamaConfig) -> Iterator[tuple[str, StoredTensor]]:
@@ -436,8 +436,8 @@ def _convert_tensors(file: GGUFFile, family: Family, config: LlamaConfig) -> Ite
         if name in _ROPE_TENSORS:
             continue
         converted: StoredTensor = tensor
-        if config.norm_offset and name.endswith("_norm.weight"):
-            converted = _Tensor((tensor,), tensor.shape, lambda scale: scale.astype(np.float32) - config.norm_offset)
+        if config.norms.offset and name.endswith("_norm.weight"):
+            converted = _Tensor((tensor,), tensor.shape, lambda scale: scale.astype(np.float32) - config.norms.offset)
         match = _BLOCK_TENSOR.fullmatch(name)
         if match is None:
             yield _TOP_LEVEL.get(name, name), converted

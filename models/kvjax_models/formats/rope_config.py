@@ -9,7 +9,7 @@ from typing import Any
 
 from kvjax_models.families import FULL_ATTENTION, SLIDING_ATTENTION, ConfigValues, Family
 from kvjax_models.formats import config_keys
-from kvjax_models.model.rotary import RopeScaling
+from kvjax_models.model.rotary import KINDS, RopeScaling
 
 _REQUIRED = {
     "linear": ("factor",),
@@ -22,17 +22,13 @@ _REQUIRED = {
 def parse_rope(family: Family, values: ConfigValues) -> dict[str, Any]:
     """Returns the rotary embedding fields of `LlamaConfig`.
 
-    `rope_scaling` has precedence if both spellings are present, as in transformers.
-
     Args:
         values: values of its config.json.
 
     Raises:
         ValueError: if the settings are invalid or not supported.
     """
-    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"rope_parameters={rope!r} must be an object")
+    rope: Mapping[str, Any] = values.rope
     sliding_rope: Mapping[str, Any] | None = None
     if rope and all(isinstance(value, Mapping) for value in rope.values()):
         if not set(rope) <= {FULL_ATTENTION, SLIDING_ATTENTION}:
@@ -55,10 +51,10 @@ def parse_rope(family: Family, values: ConfigValues) -> dict[str, Any]:
     elif not family.scaled_windows and scaling is not None:
         window_theta = theta
     return {
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "rotary_dim": None if rotary_dim == values.integer("head_dim") else rotary_dim,
-        "window_rope_theta": window_theta,
+        "rope.theta": theta,
+        "rope.scaling": scaling,
+        "rope.rotary_dim": None if rotary_dim == values.integer("head_dim") else rotary_dim,
+        "rope.window_theta": window_theta,
     }
 
 
@@ -88,33 +84,34 @@ def _scaling(family: Family, rope: ConfigValues, values: ConfigValues, rotary_di
         raise ValueError(f"the rotary embedding's {', '.join(unsupported)} is not supported")
     if kind is None or kind == "default":
         return None
-    parsers = {
-        "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope, "dynamic": _dynamic,
-        "proportional": _proportional,
-    }  # fmt: skip
-    if not isinstance(kind, str) or kind not in parsers:
-        raise ValueError(f"rope_type={kind!r} is not supported; supported: default, {', '.join(parsers)}")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"rope_type={kind!r} is not supported; supported: default, {', '.join(KINDS)}")
     if missing := [key for key in _REQUIRED.get(kind, ()) if rope.get(key) is None]:
         raise ValueError(f"rope_type={kind!r} requires {', '.join(missing)}")
-    return parsers[kind](rope, values, rotary_dim)
+    max_length = values.integer("max_position_embeddings")
+    if kind == "linear":
+        return RopeScaling(kind, rope.number("factor"))
+    if kind == "dynamic":
+        return RopeScaling(kind, rope.number("factor"), original_length=max_length)
+    if kind == "proportional":
+        return _proportional(rope)
+    original = _original_length(rope, values)
+    if kind == "llama3":
+        return _llama3(rope, original)
+    factor = rope.optional_number("factor") or max_length / original
+    if kind == "yarn":
+        return _yarn(rope, factor, original)
+    return _longrope(rope, factor, original, rotary_dim // 2)
 
 
-def _linear(rope: ConfigValues, values: ConfigValues, rotary_dim: int) -> RopeScaling:
-    return RopeScaling("linear", rope.number("factor"))
-
-
-def _proportional(rope: ConfigValues, values: ConfigValues, rotary_dim: int) -> RopeScaling:
+def _proportional(rope: ConfigValues) -> RopeScaling:
     share = rope.optional_number("partial_rotary_factor") or 1.0
     if share > 1:
         raise ValueError(f"partial_rotary_factor={share} must be at most 1")
     return RopeScaling("proportional", rope.optional_number("factor") or 1.0, rotated_share=share)
 
 
-def _dynamic(rope: ConfigValues, values: ConfigValues, rotary_dim: int) -> RopeScaling:
-    return RopeScaling("dynamic", rope.number("factor"), original_length=values.integer("max_position_embeddings"))
-
-
-def _llama3(rope: ConfigValues, values: ConfigValues, rotary_dim: int) -> RopeScaling:
+def _llama3(rope: ConfigValues, original: int) -> RopeScaling:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if not low < high:
         raise ValueError(f"low_freq_factor={low} must be less than high_freq_factor={high}")
@@ -123,13 +120,11 @@ def _llama3(rope: ConfigValues, values: ConfigValues, rotary_dim: int) -> RopeSc
         rope.number("factor"),
         low_frequency_factor=low,
         high_frequency_factor=high,
-        original_length=_original_length(rope, values),
+        original_length=original,
     )
 
 
-def _yarn(rope: ConfigValues, values: ConfigValues, rotary_dim: int) -> RopeScaling:
-    original = _original_length(rope, values)
-    factor = rope.optional_number("factor") or values.integer("max_position_embeddings") / original
+def _yarn(rope: ConfigValues, factor: float, original: int) -> RopeScaling:
     attention = rope.optional_number("attention_factor")
     if attention is None:
         scale, scale_all = rope.optional_number("mscale"), rope.optional_number("mscale_all_dim")
@@ -150,9 +145,7 @@ def _yarn(rope: ConfigValues, values: ConfigValues, rotary_dim: int) -> RopeScal
     )
 
 
-def _longrope(rope: ConfigValues, values: ConfigValues, rotary_dim: int) -> RopeScaling:
-    original = _original_length(rope, values)
-    factor = rope.optional_number("factor") or values.integer("max_position_embeddings") / original
+def _longrope(rope: ConfigValues, factor: float, original: int, pairs: int) -> RopeScaling:
     attention = rope.optional_number("attention_factor")
     if attention is None:
         if factor > 1 and original < 2:
@@ -163,8 +156,8 @@ def _longrope(rope: ConfigValues, values: ConfigValues, rotary_dim: int) -> Rope
         factor,
         original_length=original,
         attention_factor=attention,
-        short_factors=_factors(rope, "short_factor", rotary_dim // 2),
-        long_factors=_factors(rope, "long_factor", rotary_dim // 2),
+        short_factors=_factors(rope, "short_factor", pairs),
+        long_factors=_factors(rope, "long_factor", pairs),
     )
 
 

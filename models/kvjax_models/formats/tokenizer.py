@@ -225,22 +225,6 @@ class Tokenizer:
         options = None if template_options is None else _map_texts(template_options, self.escape)
         return chat_template.render(self.chat_template, messages, variables, options)
 
-    def render_turn(
-        self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None = None
-    ) -> str:
-        """Renders messages that continue a conversation, with the start of the assistant's answer.
-
-        The text has no BOS token and no default system message, which a template writes at the start of a conversation.
-
-        Returns:
-            The text after an answer of the assistant.
-        """
-        question, answer = chat_template.probe(0), chat_template.probe(1)
-        earlier = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        end_of_answer = self.render_chat(earlier, add_generation_prompt=False).rpartition(answer)[2]
-        text = self.render_chat([*earlier, *messages], template_options=template_options)
-        return text.rpartition(answer)[2].removeprefix(end_of_answer)
-
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

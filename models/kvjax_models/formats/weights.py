@@ -131,43 +131,54 @@ def _rule(
     family: Family, config: LlamaConfig, path: Path, shapes: Mapping[Path, Shape], stored: Collection[str]
 ) -> TensorRule:
     """Returns the rule of one parameter."""
-    shape, leaf, in_layer = shapes[path], str(path[-1]), path[0] == "layers"
-    config = config.of_layer(int(path[1])) if in_layer else config
-    if in_layer and leaf == "convolution":
-        return _convolution_rule(family, config, path, shape)
-    if in_layer and path[2:] == ("mixer", "kernel"):
-        return _short_convolution_rule(family, path, shape)
-    if in_layer and (names := family.module_names(path[2:])):
-        return TensorRule((path,), (f"model.layers.{path[1]}.{names[0]}",), (shape,), lambda tensors: [tensors[0]])
-    if in_layer and path[-2] in ("qkvz", "ba"):
-        return _delta_projection_rule(family, config, path, shape)
-    if in_layer and path[-2] == "output_gate":
-        return _gate_rule(family, config, path)
-    if in_layer and path[-2] in ("qkv", "gate_up", "bcx"):
-        return _projection_rule(family, config, path, shape)
-    if in_layer and path[-2] in ("gate", "up", "down") and len(shape) == (2 if leaf == "bias" else 3):
-        [module] = family.module_names(("experts", path[-2]))
-        name = f"model.layers.{path[1]}.{module}"
-        if "{}" not in module:
-            return _stacked_expert_rule(name, path, shapes, stored)
-        concatenated = name.partition("{}")[0] + ("down_proj" if path[-2] == "down" else "gate_up_proj")
-        if concatenated in stored:
-            return _concatenated_expert_rule(concatenated, path, shape)
-        return _expert_rule(f"{name}.weight", path, shape)
-    is_head_norm = in_layer and path[2:-1] in [("attention", "query_norm"), ("attention", "key_norm")]
-    order = _heads_order(family, config, shape[-1]) if is_head_norm else None
-    is_kernel = leaf == "kernel"
-
-    def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [_permute(tensors[0].T if is_kernel else tensors[0], order)]
-
+    shape, leaf = shapes[path], str(path[-1])
     suffix = "bias" if leaf == "bias" else "weight"
-    if in_layer:
-        [module] = family.module_names(path[2:-1])
-        name = f"model.layers.{path[1]}.{module}.{suffix}"
-    else:
-        name = f"{family.modules.get(path[:-1], _MODULES[path[:-1]])}.{suffix}"
-    return TensorRule((path,), (name,), (shape[::-1] if is_kernel else shape,), read)
+    if path[0] != "layers":
+        return _transposed_rule(path, f"{family.modules.get(path[:-1], _MODULES[path[:-1]])}.{suffix}", shape)
+    config, prefix, inner = config.of_layer(int(path[1])), f"model.layers.{path[1]}.", path[2:]
+    if names := family.module_names(inner):
+        return _parameter_rule(config, path, prefix + names[0], shape)
+    module = inner[-2]
+    if module in ("gate", "up", "down") and len(shape) == (2 if leaf == "bias" else 3):
+        [name] = family.module_names(("experts", module))
+        return _experts_rule(prefix + name, path, shapes, stored)
+    names = tuple(f"{prefix}{name}.{suffix}" for name in family.module_names(inner[:-1]))
+    if module in ("qkvz", "ba"):
+        return _delta_projection_rule(config, path, names, shape)
+    if module == "output_gate":  # a part of the query projection
+        stored_shape = (2 * shape[-1], *shape[:-1])
+        return _single_rule(path, names[0], stored_shape, lambda tensor: _split_gate(tensor, config)[1].T)
+    if module in ("qkv", "gate_up", "bcx"):
+        return _projection_rule(family, config, path, names, shape)
+    if module in ("query_norm", "key_norm"):
+        order = _heads_order(family, config, shape[-1])
+        return _single_rule(path, names[0], shape, lambda tensor: _permute(tensor, order))
+    return _transposed_rule(path, names[0], shape)
+
+
+def _single_rule(path: Path, name: str, shape: Shape, convert: Callable[[np.ndarray], np.ndarray]) -> TensorRule:
+    """Returns the rule of a parameter that follows from one tensor of a shape."""
+    return TensorRule((path,), (name,), (shape,), lambda tensors: [convert(tensors[0])])
+
+
+def _transposed_rule(path: Path, name: str, shape: Shape) -> TensorRule:
+    """Returns the rule of a parameter whose kernel [in, out] is stored as [out, in]."""
+    return (
+        _single_rule(path, name, shape[::-1], np.transpose) if path[-1] == "kernel" else _same_rule(path, name, shape)
+    )
+
+
+def _same_rule(path: Path, name: str, shape: Shape) -> TensorRule:
+    return _single_rule(path, name, shape, lambda tensor: tensor)
+
+
+def _parameter_rule(config: LlamaConfig, path: Path, name: str, shape: Shape) -> TensorRule:
+    """Returns the rule of a parameter whose full name the family gives."""
+    if path[-1] == "convolution":
+        return _convolution_rule(_delta_sizes(config), path, name, shape)
+    if path[-1] == "kernel":  # of a short convolution [k, C], stored as [C, 1, k]
+        return _single_rule(path, name, (shape[1], 1, shape[0]), lambda tensor: tensor[:, 0].T)
+    return _same_rule(path, name, shape)
 
 
 def _text_name(name: str) -> str:
@@ -177,7 +188,7 @@ def _text_name(name: str) -> str:
 
 def _heads_order(family: Family, config: LlamaConfig, width: int) -> np.ndarray | None:
     """Returns the permutation of the last axis of a query or key projection of this width."""
-    order = head_dim_order(config.head_dim, config.rotary_dim, family.interleaved_rope)
+    order = head_dim_order(config.head_dim, config.rope.rotary_dim, family.interleaved_rope)
     if order is None:
         return None
     return (np.arange(0, width, config.head_dim)[:, None] + order).reshape(-1)
@@ -187,21 +198,19 @@ def _permute(tensor: np.ndarray, order: np.ndarray | None) -> np.ndarray:
     return tensor if order is None else tensor[..., order]
 
 
-def _projection_rule(family: Family, config: LlamaConfig, path: Path, shape: Shape) -> TensorRule:
+def _projection_rule(family: Family, config: LlamaConfig, path: Path, names: Sequence[str], shape: Shape) -> TensorRule:
     """Returns the rule of fused projections.
 
     The file has one tensor [out, in] per projection, or one that concatenates them along `out`. The parameter is
     [in, H_kv, G + 2, D], [in, 2, F] or [in, 1, F], with the projections along its last axis but one; biases have no
     `in`.
     """
-    is_attention, leaf = path[2] == "attention", "bias" if path[-1] == "bias" else "weight"
-    modules, has_window = family.module_names(path[2:-1]), config.window(int(path[1])) is not None
-    fused, keys_as_values = len(modules) == 1, is_attention and config.keys_as_values and not has_window
-    modules = modules[:2] if keys_as_values else modules
-    names = tuple(f"model.layers.{path[1]}.{module}.{leaf}" for module in modules)
-    inputs = shape[:1] if leaf == "weight" else ()
+    is_attention, has_window = path[2] == "attention", config.window(int(path[1])) is not None
+    fused, keys_as_values = len(names) == 1, is_attention and config.attention.keys_as_values and not has_window
+    names = tuple(names[:2] if keys_as_values else names)
+    inputs = () if path[-1] == "bias" else shape[:1]
     heads = (config.kv_heads,) if is_attention else ()
-    has_gate = is_attention and config.attention_gate
+    has_gate = is_attention and config.attention.gate
     counts = (config.query_heads // config.kv_heads, 1, 1) if is_attention else (1,) * shape[-2]
     widths = [math.prod(heads) * count * shape[-1] for count in counts]
     rotated = (True, True, False) if is_attention else (False,) * shape[-2]
@@ -230,67 +239,60 @@ def _split_gate(tensor: np.ndarray, config: LlamaConfig) -> list[np.ndarray]:
     return [heads[:, part].reshape(-1, *tensor.shape[1:]) for part in range(2)]
 
 
-def _gate_rule(family: Family, config: LlamaConfig, path: Path) -> TensorRule:
-    """Returns the rule of the output gate of attention, which is a part of the query projection."""
-    [module], leaf = family.module_names(path[2:-1]), "bias" if path[-1] == "bias" else "weight"
-    shape = (2 * config.query_heads * config.head_dim, *(() if leaf == "bias" else (config.width,)))
-
-    def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return [_split_gate(tensors[0], config)[1].T]
-
-    return TensorRule((path,), (f"model.layers.{path[1]}.{module}.{leaf}",), (shape,), read)
-
-
-def _delta_projection_rule(family: Family, config: LlamaConfig, path: Path, shape: Shape) -> TensorRule:
+def _delta_projection_rule(config: LlamaConfig, path: Path, names: Sequence[str], shape: Shape) -> TensorRule:
     """Returns the rule of a fused projection [in, H, out] of the gated delta rule.
 
     The file has one tensor, in which every key head has its outputs in turn, or several, in which every kind of output
     has its heads in turn: queries, keys and values in one tensor, and gates in another one.
     """
-    modules, sizes = family.module_names(path[2:-1]), config.recurrence
-    assert isinstance(sizes, GatedDeltaSizes)
-    inputs, heads, outputs = shape
+    sizes, (inputs, heads, outputs) = _delta_sizes(config), shape
+    if len(names) == 1:
+        return _single_rule(path, names[0], (heads * outputs, inputs), lambda tensor: tensor.T.reshape(shape))
     gates = sizes.group_size * sizes.value_dim
     kinds = ((outputs - gates, gates), (sizes.group_size,) * 2)[path[3] == "ba"]
-    names = tuple(f"model.layers.{path[1]}.{module}.weight" for module in modules)
-    if len(modules) == 1:
-        return TensorRule(
-            (path,), names, ((heads * outputs, inputs),), lambda tensors: [tensors[0].T.reshape(inputs, heads, outputs)]
-        )
 
     def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Arranges the outputs in the `tensors` of a file by key head."""
-        parts = tensors if path[3] == "ba" else [*_split_by_kind(tensors[0], config), tensors[1]]
+        parts = tensors if path[3] == "ba" else [*_split_by_kind(tensors[0], sizes), tensors[1]]
         return [np.concatenate([part.T.reshape(inputs, heads, -1) for part in parts], axis=-1)]
 
-    return TensorRule((path,), names, tuple((heads * width, inputs) for width in kinds), read)
+    return TensorRule((path,), tuple(names), tuple((heads * width, inputs) for width in kinds), read)
 
 
-def _convolution_rule(family: Family, config: LlamaConfig, path: Path, shape: Shape) -> TensorRule:
+def _convolution_rule(sizes: GatedDeltaSizes, path: Path, name: str, shape: Shape) -> TensorRule:
     """Returns the rule of the convolution [k, H, C], stored as [H * C, 1, k] for queries, keys and values."""
     kernel_size, heads, channels = shape
-    [name] = family.module_names(path[2:])
 
-    def read(tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
-        parts = _split_by_kind(tensors[0][:, 0], config)
-        return [np.concatenate([part.reshape(heads, -1, kernel_size) for part in parts], axis=1).transpose(2, 0, 1)]
+    def convert(tensor: np.ndarray) -> np.ndarray:
+        parts = [part.reshape(heads, -1, kernel_size) for part in _split_by_kind(tensor[:, 0], sizes)]
+        return np.concatenate(parts, axis=1).transpose(2, 0, 1)
 
-    return TensorRule((path,), (f"model.layers.{path[1]}.{name}",), ((heads * channels, 1, kernel_size),), read)
-
-
-def _short_convolution_rule(family: Family, path: Path, shape: Shape) -> TensorRule:
-    """Returns the rule of a short convolution [k, C], stored as [C, 1, k]."""
-    kernel_size, channels = shape
-    [name] = family.module_names(path[2:])
-    names, shapes = (f"model.layers.{path[1]}.{name}",), ((channels, 1, kernel_size),)
-    return TensorRule((path,), names, shapes, lambda tensors: [tensors[0][:, 0].T])
+    return _single_rule(path, name, (heads * channels, 1, kernel_size), convert)
 
 
-def _split_by_kind(tensor: np.ndarray, config: LlamaConfig) -> list[np.ndarray]:
+def _split_by_kind(tensor: np.ndarray, sizes: GatedDeltaSizes) -> list[np.ndarray]:
     """Returns the rows of queries, keys and values of the gated delta rule."""
-    assert isinstance(config.recurrence, GatedDeltaSizes)
-    keys = config.recurrence.key_heads * config.recurrence.key_dim
+    keys = sizes.key_heads * sizes.key_dim
     return np.split(tensor, [keys, 2 * keys])
+
+
+def _delta_sizes(config: LlamaConfig) -> GatedDeltaSizes:
+    assert config.recurrence is not None and isinstance(config.recurrence.sizes, GatedDeltaSizes)
+    return config.recurrence.sizes
+
+
+def _experts_rule(name: str, path: Path, shapes: Mapping[Path, Shape], stored: Collection[str]) -> TensorRule:
+    """Returns the rule of experts, which files store in one of three forms.
+
+    Args:
+        name: name of the tensor without suffix; "{}" stands for the number of an expert.
+    """
+    if "{}" not in name:
+        return _stacked_expert_rule(name, path, shapes, stored)
+    concatenated = name.partition("{}")[0] + ("down_proj" if path[-2] == "down" else "gate_up_proj")
+    if concatenated in stored:
+        return _concatenated_expert_rule(concatenated, path, shapes[path])
+    return _expert_rule(f"{name}.weight", path, shapes[path])
 
 
 def _expert_rule(name: str, path: Path, shape: Shape) -> TensorRule:

@@ -1,16 +1,14 @@
 """Gated MLPs, and mixtures of experts in which every token is processed by a few of many MLPs."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kvjax_models.model.activations import ACTIVATIONS, UNGATED
-from kvjax_models.model.config import LlamaConfig
-from kvjax_models.model.quantized import dot_general, make_linear, multiply
+from kvjax_models.model.config import ExpertConfig, LlamaConfig
+from kvjax_models.model.parameters import Initializer
+from kvjax_models.model.quantized import dot_general, multiply
 
 BLOCK = 128  # maximum number of tokens of one expert in a matrix product
 
@@ -18,17 +16,16 @@ BLOCK = 128  # maximum number of tokens of one expert in a matrix product
 class Mlp(nnx.Module):
     """An MLP, down(activation(gate, up)), with one projection for gate and up; some activations have no gate."""
 
-    def __init__(self, width: int, hidden: int, activation: str, bias: bool, linear: Callable[..., Any]):
+    def __init__(self, width: int, hidden: int, activation: str, use_bias: bool, init: Initializer):
         """Creates an MLP.
 
         Args:
             width: size of input and output.
-            bias: whether the projections have biases.
-            linear: constructor of projections (`quantized.make_linear`).
+            use_bias: whether the projections have biases.
         """
         self.activation = activation
-        self.gate_up = linear(width, (1 if activation in UNGATED else 2, hidden), use_bias=bias)
-        self.down = linear(hidden, width, use_bias=bias)
+        self.gate_up = init.linear(width, (1 if activation in UNGATED else 2, hidden), use_bias=use_bias)
+        self.down = init.linear(hidden, width, use_bias=use_bias)
 
     def __call__(self, x: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
         """Returns the output of the MLP."""
@@ -39,31 +36,12 @@ class Mlp(nnx.Module):
 class ExpertLinear(nnx.Module):
     """One linear projection per expert: kernel [E, in, out], bias [E, out]."""
 
-    def __init__(
-        self,
-        experts: int,
-        inputs: int,
-        outputs: int,
-        bias: bool,
-        *,
-        dtype: jax.typing.DTypeLike,
-        rngs: nnx.Rngs,
-        quantized: bool = False,
-    ):
-        """Creates the projections.
-
-        Args:
-            bias: whether there are biases.
-            rngs: random keys of the initial parameters.
-            quantized: whether the kernel is int8, with a scale [E, out].
-        """
+    def __init__(self, experts: int, inputs: int, outputs: int, use_bias: bool, init: Initializer):
+        """Creates the projections; an int8 kernel has a scale [E, out]."""
         shape = (experts, inputs, outputs)
-        if quantized:
-            self.kernel = nnx.Param(jnp.zeros(shape, jnp.int8))
-        else:
-            self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * inputs**-0.5)
-        self.channel_scale = nnx.Param(jnp.zeros((experts, outputs), dtype)) if quantized else None
-        self.bias = nnx.Param(jnp.zeros((experts, outputs), dtype)) if bias else None
+        self.kernel = nnx.Param(jnp.zeros(shape, jnp.int8)) if init.quantized else init.normal(shape, inputs**-0.5)
+        self.channel_scale = init.zeros(experts, outputs) if init.quantized else None
+        self.bias = init.zeros(experts, outputs) if use_bias else None
 
     def __call__(self, expert: Int[Array, ""], x: Float[Array, "b in"]) -> Float[Array, "b out"]:
         """Returns the projection of one expert.
@@ -90,23 +68,20 @@ class Router(nnx.Module):
         DeepSeek-V3 Technical Report, section 2.1.2.
     """
 
-    def __init__(self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs):
-        """Creates a router.
+    def __init__(self, width: int, experts: ExpertConfig, use_bias: bool, init: Initializer):
+        """Creates a router, which is never quantized.
 
         Args:
-            config: configuration of the model.
-            dtype: dtype of kernel and bias; the selection bias is float32.
-            rngs: random keys of the initial parameters.
+            width: size of the input.
+            experts: number of experts and settings of the selection.
+            use_bias: whether logits have a bias.
         """
-        shape = (config.width, config.experts)
-        self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * config.width**-0.5)
-        self.bias = nnx.Param(jnp.zeros(config.experts, dtype)) if config.mlp_bias else None
-        self.uses_sigmoid = config.scoring_func == "sigmoid"
-        self.selection_bias = nnx.Param(jnp.zeros(config.experts, jnp.float32)) if self.uses_sigmoid else None
-        self.groups, self.groups_per_token = config.expert_groups, config.expert_groups_per_token
-        self.per_token, self.normalize_weights = config.experts_per_token, config.normalize_expert_weights
-        self.scaling_factor = config.routed_scaling_factor
-        self.expert_scale = nnx.Param(jnp.ones(config.experts, dtype)) if config.parallel_experts else None
+        self.settings = experts
+        self.kernel = init.normal((width, experts.number), width**-0.5)
+        self.bias = init.zeros(experts.number) if use_bias else None
+        uses_sigmoid = experts.scoring_func == "sigmoid"
+        self.selection_bias = nnx.Param(jnp.zeros(experts.number, jnp.float32)) if uses_sigmoid else None
+        self.expert_scale = init.ones(experts.number) if experts.parallel else None
 
     def __call__(self, tokens: Float[Array, "N W"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
         """Returns the weights (float32) and the indices of the k selected experts of each token."""
@@ -114,30 +89,34 @@ class Router(nnx.Module):
         logits = dot_general(tokens, self.kernel[...], (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         if self.bias is not None:
             logits = logits + self.bias[...].astype(jnp.float32)
-        weights, indices = self._select_by_sigmoid(logits) if self.uses_sigmoid else self._select_by_softmax(logits)
+        if self.selection_bias is None:
+            weights, indices = self._select_by_softmax(logits)
+        else:
+            weights, indices = self._select_by_sigmoid(logits, self.selection_bias[...])
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[...].astype(jnp.float32)[indices]
-        return weights * self.scaling_factor, indices
+        return weights * self.settings.scaling_factor, indices
 
     def _select_by_softmax(self, logits: Float[Array, "N E"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
-        top_logits, indices = jax.lax.top_k(logits, self.per_token)
-        if self.normalize_weights:  # the softmax among the selected experts
+        top_logits, indices = jax.lax.top_k(logits, self.settings.per_token)
+        if self.settings.normalize_weights:  # the softmax among the selected experts
             return jax.nn.softmax(top_logits, axis=-1), indices
         return jnp.exp(top_logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)), indices
 
-    def _select_by_sigmoid(self, logits: Float[Array, "N E"]) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
-        scores = jax.nn.sigmoid(logits)
-        assert self.selection_bias is not None
-        biased = scores + self.selection_bias[...]
-        if self.groups > 1:
-            grouped = biased.reshape(len(biased), self.groups, -1)
+    def _select_by_sigmoid(
+        self, logits: Float[Array, "N E"], bias: Float[Array, "E"]
+    ) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
+        scores, groups = jax.nn.sigmoid(logits), self.settings.groups
+        biased = scores + bias
+        if groups > 1:
+            grouped = biased.reshape(len(biased), groups, -1)
             group_scores = jax.lax.top_k(grouped, 2)[0].sum(-1)
-            best_groups = jax.lax.top_k(group_scores, self.groups_per_token)[1]
-            is_best = (best_groups[..., None] == jnp.arange(self.groups)).any(1)
+            best_groups = jax.lax.top_k(group_scores, self.settings.groups_per_token)[1]
+            is_best = (best_groups[..., None] == jnp.arange(groups)).any(1)
             biased = jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(biased.shape)
-        indices = jax.lax.top_k(biased, self.per_token)[1]
+        indices = jax.lax.top_k(biased, self.settings.per_token)[1]
         weights = jnp.take_along_axis(scores, indices, axis=-1)
-        if self.normalize_weights:
+        if self.settings.normalize_weights:
             weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
         return weights, indices
 
@@ -151,32 +130,22 @@ class Experts(nnx.Module):
     the shared expert, if there is one, whose output may be scaled by a gate, the sigmoid of a projection to one number.
     """
 
-    def __init__(self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, quantized: bool = False):
+    def __init__(self, config: LlamaConfig, init: Initializer):
         """Creates router and experts.
 
         Args:
             config: configuration of the model.
-            dtype: dtype of parameters and activations.
-            rngs: random keys of the initial parameters.
-            quantized: whether the kernels of the experts are int8.
         """
-        width, hidden, self.experts = config.width, config.expert_width, config.experts
-
-        def linear(inputs: int, outputs: int) -> ExpertLinear:
-            return ExpertLinear(
-                config.experts, inputs, outputs, config.mlp_bias, dtype=dtype, rngs=rngs, quantized=quantized
-            )
-
-        self.activation = config.activation
-        self.router = Router(config, dtype=dtype, rngs=rngs)
-        self.gate = linear(width, hidden)
-        self.up = linear(width, hidden)
-        self.down = linear(hidden, width)
-        make, shared_width = make_linear(quantized, dtype, rngs), config.shared_expert_width
-        self.shared = Mlp(width, shared_width, config.activation, config.mlp_bias, make) if shared_width else None
-        # The gate, like the router, stays in the model's dtype.
-        make_gate = make_linear(False, dtype, rngs)
-        self.shared_gate = make_gate(width, 1, use_bias=False) if config.shared_expert_gate else None
+        assert config.experts is not None
+        experts, width, use_bias = config.experts, config.width, config.mlp_bias
+        self.experts, self.activation = experts.number, config.activation
+        self.router = Router(width, experts, use_bias, init)
+        self.gate = ExpertLinear(experts.number, width, experts.width, use_bias, init)
+        self.up = ExpertLinear(experts.number, width, experts.width, use_bias, init)
+        self.down = ExpertLinear(experts.number, experts.width, width, use_bias, init)
+        has_shared = experts.shared_width > 0
+        self.shared = Mlp(width, experts.shared_width, config.activation, use_bias, init) if has_shared else None
+        self.shared_gate = init.float_linear(width, 1, use_bias=False) if experts.shared_gate else None
 
     def __call__(
         self, x: Float[Array, "B T W"], router_input: Float[Array, "B T W"] | None = None

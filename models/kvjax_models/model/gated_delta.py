@@ -29,7 +29,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kvjax.state import state
-from kvjax_models.model.quantized import make_linear
+from kvjax_models.model.parameters import Initializer
 from kvjax_models.model.short_convolution import convolve, last_inputs
 
 CHUNK = 64  # tokens whose writes one triangular matrix combines
@@ -104,37 +104,23 @@ class GatedDeltaSizes:
 class GatedDeltaNet(nnx.Module):
     """Projections, convolution and gates around the gated delta rule."""
 
-    def __init__(
-        self,
-        width: int,
-        sizes: GatedDeltaSizes,
-        norm_epsilon: float,
-        *,
-        dtype: jax.typing.DTypeLike,
-        rngs: nnx.Rngs,
-        quantized: bool = False,
-    ):
+    def __init__(self, width: int, sizes: GatedDeltaSizes, norm_epsilon: float, init: Initializer):
         """Creates the parameters.
 
         Args:
             width: size of input and output.
-            dtype: dtype of parameters and activations.
-            rngs: random keys of the initial parameters.
-            quantized: whether the kernels of projections are int8, except the gates' `ba`.
         """
         self.sizes, self.norm_epsilon = sizes, norm_epsilon
         heads, group, values = sizes.key_heads, sizes.group_size, sizes.value_heads * sizes.value_dim
-        linear = make_linear(quantized, dtype, rngs)
         # Each key head with its query, key, values and output gates, so that devices get entire heads.
         outputs = (heads, sizes.channels + group * sizes.value_dim)
-        self.qkvz = linear(width, outputs, use_bias=False)
-        self.ba = make_linear(False, dtype, rngs)(width, (heads, 2 * group), use_bias=False)
-        shape = (sizes.kernel_size, heads, sizes.channels)
-        self.convolution = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * sizes.kernel_size**-0.5)
-        self.log_rate = nnx.Param(jnp.zeros(sizes.value_heads, dtype))
-        self.decay_bias = nnx.Param(jnp.ones(sizes.value_heads, dtype))
-        self.scale = nnx.Param(jnp.ones(sizes.value_dim, dtype))
-        self.out = linear(values, width, use_bias=False)
+        self.qkvz = init.linear(width, outputs, use_bias=False)
+        self.ba = init.float_linear(width, (heads, 2 * group), use_bias=False)
+        self.convolution = init.normal((sizes.kernel_size, heads, sizes.channels), sizes.kernel_size**-0.5)
+        self.log_rate = init.zeros(sizes.value_heads)
+        self.decay_bias = init.ones(sizes.value_heads)
+        self.scale = init.ones(sizes.value_dim)
+        self.out = init.linear(values, width, use_bias=False)
 
     def __call__(
         self, x: Float[Array, "B T W"], state: DeltaState, lengths: Int[Array, "B"]

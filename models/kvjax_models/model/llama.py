@@ -6,6 +6,7 @@ cache, is up to the caller. Hybrid models also have layers with a recurrent stat
 """
 
 import copy
+import functools
 from typing import Any
 
 import jax
@@ -14,15 +15,15 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kvjax import rope
-from kvjax_models.model.config import LlamaConfig
+from kvjax_models.model.config import LlamaConfig, NormConfig
 from kvjax_models.model.exact_attention import chunk_attention
 from kvjax_models.model.experts import Experts, Mlp
+from kvjax_models.model.parameters import Initializer
 from kvjax_models.model.quantized import (
     QuantizedEmbedding,
     QuantizedLinear,
     WeightDtype,
     dot_general,
-    make_linear,
     multiply_transposed,
 )
 from kvjax_models.model.recurrent import RecurrentState, make_mixer
@@ -32,15 +33,15 @@ from kvjax_models.model.rotary import Angles, rotation
 class RMSNorm(nnx.Module):
     """Root mean square normalization, computed in float32 and rounded once."""
 
-    def __init__(self, features: int, config: LlamaConfig, dtype: jax.typing.DTypeLike):
+    def __init__(self, features: int, config: NormConfig, dtype: jax.typing.DTypeLike):
         """Creates a norm.
 
         Args:
             features: size of the normalized axis.
-            config: configuration with epsilon and offset of the norm.
+            config: epsilon and offset of the norm.
         """
-        self.epsilon, self.offset = config.norm_epsilon, config.norm_offset
-        self.scale = nnx.Param(jnp.full(features, 1 - config.norm_offset, dtype))
+        self.epsilon, self.offset = config.epsilon, config.offset
+        self.scale = nnx.Param(jnp.full(features, 1 - config.offset, dtype))
 
     def __call__(self, x: Float[Array, "... W"]) -> Float[Array, "... W"]:
         """Returns the normalized and scaled input."""
@@ -52,89 +53,61 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """The projections of attention, with optional biases, norms of queries and keys, and sink logits."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, quantized: bool = False):
+    def __init__(self, config: LlamaConfig, init: Initializer):
         """Creates the projections.
 
         Args:
-            config: configuration of the model.
-            dtype: dtype of parameters and activations.
-            rngs: random keys of the initial parameters.
-            quantized: whether kernels are int8.
+            config: configuration of the layer (`LlamaConfig.of_layer`).
         """
-        linear = make_linear(quantized, dtype, rngs)
+        features = config.attention
         query_width, kv_width = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
         self.query_heads, self.kv_heads, self.head_dim = config.query_heads, config.kv_heads, config.head_dim
-        self.query_key_norm, self.joint_norm = config.query_key_norm, config.joint_query_key_norm
-        self.norm_after_rope = config.query_key_norm_after_rope
+        self.query_key_norm, self.joint_norm = features.query_key_norm, features.joint_query_key_norm
+        self.norm_after_rope = features.query_key_norm_after_rope
         # Attention divides logits by sqrt(head_dim); this factor makes it the model's scale.
-        scale = config.attention_scale
-        self.query_scale = 1.0 if scale is None else scale * config.head_dim**0.5
+        self.query_scale = 1.0 if features.scale is None else features.scale * config.head_dim**0.5
         # One projection [W, H_kv, G + 2, D]: each KV head with the queries of its group, so that devices get entire
         # heads.
         self.group_size = config.query_heads // config.kv_heads
         shape = (config.kv_heads, self.group_size + 2, config.head_dim)
-        self.qkv = linear(config.width, shape, use_bias=config.qkv_bias)
-        self.output = linear(query_width, config.width, use_bias=config.output_bias)
-        has_gate, gate_bias = config.attention_gate, config.qkv_bias
-        self.output_gate = linear(config.width, query_width, use_bias=gate_bias) if has_gate else None
-        if config.query_key_norm:
-            self.query_norm = RMSNorm(query_width if self.joint_norm else config.head_dim, config, dtype)
-            self.key_norm = RMSNorm(kv_width if self.joint_norm else config.head_dim, config, dtype)
-        self.value_norm_epsilon = config.norm_epsilon if config.value_norm else None
-        self.sinks = nnx.Param(jnp.zeros(config.query_heads, dtype)) if config.attention_sinks else None
+        self.qkv = init.linear(config.width, shape, use_bias=features.qkv_bias)
+        self.output = init.linear(query_width, config.width, use_bias=features.output_bias)
+        self.output_gate = init.linear(config.width, query_width, use_bias=features.qkv_bias) if features.gate else None
+        if features.query_key_norm:
+            widths = (query_width, kv_width) if self.joint_norm else (config.head_dim,) * 2
+            self.query_norm, self.key_norm = (RMSNorm(width, config.norms, init.dtype) for width in widths)
+        self.value_norm_epsilon = config.norms.epsilon if features.value_norm else None
+        self.sinks = init.zeros(config.query_heads) if features.sinks else None
 
     def project(
-        self,
-        x: Float[Array, "B T W"],
-        cos: Float[Array, "B T half_D"],
-        sin: Float[Array, "B T half_D"],
-        query_scale: Float[Array, "B T"] | None = None,
+        self, x: Float[Array, "B T W"], angles: Angles
     ) -> tuple[Float[Array, "B T H_q D"], Float[Array, "B T H_kv D"], Float[Array, "B T H_kv D"]]:
         """Returns queries, keys (both rotated) and values.
 
         Args:
             x: normalized residual stream.
-            cos: cosine of the rotary angles.
-            sin: sine of the rotary angles.
-            query_scale: scale of queries; see `rotary.Angles`.
         """
         qkv = self.qkv(x)
-        queries = self._rotate_queries(qkv[..., : self.group_size, :], cos, sin, query_scale)
-        return queries, *self._rotate_keys(qkv[..., self.group_size :, :], cos, sin)
+        queries = self._rotate_queries(qkv[..., : self.group_size, :], angles)
+        return queries, *self._rotate_keys(qkv[..., self.group_size :, :], angles)
 
-    def project_queries(
-        self,
-        x: Float[Array, "B T W"],
-        cos: Float[Array, "B T half_D"],
-        sin: Float[Array, "B T half_D"],
-        query_scale: Float[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T H_q D"]:
+    def project_queries(self, x: Float[Array, "B T W"], angles: Angles) -> Float[Array, "B T H_q D"]:
         """Returns the rotated queries only.
 
         Args:
             x: normalized residual stream.
-            cos: cosine of the rotary angles.
-            sin: sine of the rotary angles.
-            query_scale: scale of queries; see `rotary.Angles`.
         """
-        return self._rotate_queries(self._project_slice(x, slice(None, self.group_size)), cos, sin, query_scale)
+        return self._rotate_queries(self._project_slice(x, slice(None, self.group_size)), angles)
 
     def project_kv(
-        self,
-        x: Float[Array, "B T W"],
-        cos: Float[Array, "B T half_D"],
-        sin: Float[Array, "B T half_D"],
-        query_scale: Float[Array, "B T"] | None = None,
+        self, x: Float[Array, "B T W"], angles: Angles
     ) -> tuple[Float[Array, "B T H_kv D"], Float[Array, "B T H_kv D"]]:
         """Returns the rotated keys and the values only.
 
         Args:
             x: normalized residual stream.
-            cos: cosine of the rotary angles.
-            sin: sine of the rotary angles.
-            query_scale: scale of queries; see `rotary.Angles`.
         """
-        return self._rotate_keys(self._project_slice(x, slice(self.group_size, None)), cos, sin)
+        return self._rotate_keys(self._project_slice(x, slice(self.group_size, None)), angles)
 
     def _project_slice(self, x: Array, index: slice) -> Array:
         """Returns a slice of the fused projection's output."""
@@ -143,25 +116,25 @@ class Attention(nnx.Module):
         y = dot_general(x, self.qkv.kernel[...][:, :, index], (((x.ndim - 1,), (0,)), ((), ())))
         return y if self.qkv.bias is None else y + self.qkv.bias[...][:, index]
 
-    def _rotate_queries(self, y: Array, cos: Array, sin: Array, query_scale: Array | None) -> Array:
-        query = y.reshape(*y.shape[:-3], self.query_heads, self.head_dim)
+    def _rotate_queries(self, y: Array, angles: Angles) -> Array:
+        query, (cos, sin, growth) = y.reshape(*y.shape[:-3], self.query_heads, self.head_dim), angles
         if self.norm_after_rope:
             return self._normalize_heads(self.query_norm, rope.rotate(query, cos, sin))
-        scale = self.query_scale if query_scale is None else self.query_scale * query_scale[..., None]
+        scale = self.query_scale if growth is None else self.query_scale * growth[..., None]
         if self.query_key_norm:
             query = self._normalize_heads(self.query_norm, query)
         # Scaling cosine and sine instead of the queries avoids a second rounding.
         return rope.rotate(query, cos * scale, sin * scale)
 
-    def _rotate_keys(self, y: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
+    def _rotate_keys(self, y: Array, angles: Angles) -> tuple[Array, Array]:
         key, value = y[..., 0, :], y[..., 1, :]
         if self.value_norm_epsilon is not None:
             value = _divide_by_rms(value, self.value_norm_epsilon)
         if self.norm_after_rope:
-            return self._normalize_heads(self.key_norm, rope.rotate(key, cos, sin)), value
+            return self._normalize_heads(self.key_norm, rope.rotate(key, angles.cos, angles.sin)), value
         if self.query_key_norm:
             key = self._normalize_heads(self.key_norm, key)
-        return rope.rotate(key, cos, sin), value
+        return rope.rotate(key, angles.cos, angles.sin), value
 
     def _normalize_heads(self, norm: RMSNorm, x: Array) -> Array:
         return norm(x.reshape(*x.shape[:-2], -1)).reshape(x.shape) if self.joint_norm else norm(x)
@@ -173,20 +146,15 @@ class ParallelExperts(nnx.Module):
     Both have norms before and after them. The router has a norm, too, and a scale per expert.
     """
 
-    def __init__(self, config: LlamaConfig, *, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, quantized: bool = False):
+    def __init__(self, config: LlamaConfig, init: Initializer):
         """Creates experts and norms.
 
         Args:
             config: configuration of the model.
-            dtype: dtype of parameters and activations.
-            rngs: random keys of the initial parameters.
-            quantized: whether kernels are int8.
         """
-        self.after_mlp_norm = RMSNorm(config.width, config, dtype)
-        self.router_norm = RMSNorm(config.width, config, dtype)
-        self.norm = RMSNorm(config.width, config, dtype)
-        self.experts = Experts(config, dtype=dtype, rngs=rngs, quantized=quantized)
-        self.after_norm = RMSNorm(config.width, config, dtype)
+        norm = functools.partial(RMSNorm, config.width, config.norms, init.dtype)
+        self.after_mlp_norm, self.router_norm, self.norm, self.after_norm = norm(), norm(), norm(), norm()
+        self.experts = Experts(config, init)
 
     def __call__(self, x: Float[Array, "B T W"], mlp_output: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
         """Returns the sum of the normalized outputs of the MLP and of the experts.
@@ -201,39 +169,27 @@ class ParallelExperts(nnx.Module):
 class _Layer(nnx.Module):
     """Norms, residual connections and MLP of a layer, which its subclass completes by attention or a recurrence."""
 
-    def __init__(
-        self,
-        config: LlamaConfig,
-        number: int,
-        *,
-        dtype: jax.typing.DTypeLike,
-        rngs: nnx.Rngs,
-        quantized: bool = False,
-    ):
+    def __init__(self, config: LlamaConfig, number: int, init: Initializer):
         """Creates a layer.
 
         Args:
             config: configuration of the model.
-            dtype: dtype of parameters and activations.
-            rngs: random keys of the initial parameters.
-            quantized: whether kernels are int8.
+            number: index of the layer.
         """
-        self.residual_scale = config.residual_scale
-        has_pre_norm, has_post_norm = config.norms != "post", config.norms != "pre"
-        self.attention_norm = RMSNorm(config.width, config, dtype) if has_pre_norm else None
-        self._add_mixer(config, number, dtype, rngs, quantized)
-        self.after_attention_norm = RMSNorm(config.width, config, dtype) if has_post_norm else None
-        self.mlp_norm = RMSNorm(config.width, config, dtype) if has_pre_norm else None
-        self.mlp = _make_mlp(config, number, dtype, rngs, quantized)
-        self.parallel_experts = (
-            ParallelExperts(config, dtype=dtype, rngs=rngs, quantized=quantized) if config.parallel_experts else None
-        )
-        self.after_mlp_norm = RMSNorm(config.width, config, dtype) if has_post_norm else None
-        self.layer_scale = nnx.Param(jnp.ones(1, dtype)) if config.layer_scale else None
+        self.residual_scale = config.scales.residual
+        norm = functools.partial(RMSNorm, config.width, config.norms, init.dtype)
+        has_pre_norm, has_post_norm = config.norms.position != "post", config.norms.position != "pre"
+        has_parallel_experts = config.experts is not None and config.experts.parallel
+        self.attention_norm = norm() if has_pre_norm else None
+        self._add_mixer(config, number, init)
+        self.after_attention_norm = norm() if has_post_norm else None
+        self.mlp_norm = norm() if has_pre_norm else None
+        self.mlp = _make_mlp(config, number, init)
+        self.parallel_experts = ParallelExperts(config, init) if has_parallel_experts else None
+        self.after_mlp_norm = norm() if has_post_norm else None
+        self.layer_scale = init.ones(1) if config.scales.layer else None
 
-    def _add_mixer(
-        self, config: LlamaConfig, number: int, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, quantized: bool
-    ) -> None:
+    def _add_mixer(self, config: LlamaConfig, number: int, init: Initializer) -> None:
         """Creates the parameters of attention or of the recurrence."""
         raise NotImplementedError
 
@@ -269,11 +225,9 @@ class DecoderLayer(_Layer):
     Attention also depends on the layer's `window`, `attention_logit_cap` and `sink_logits`.
     """
 
-    def _add_mixer(
-        self, config: LlamaConfig, number: int, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, quantized: bool
-    ) -> None:
-        self.window, self.attention_logit_cap = config.window(number), config.attention_logit_cap
-        self.attention = Attention(config.of_layer(number), dtype=dtype, rngs=rngs, quantized=quantized)
+    def _add_mixer(self, config: LlamaConfig, number: int, init: Initializer) -> None:
+        self.window, self.attention_logit_cap = config.window(number), config.attention.logit_cap
+        self.attention = Attention(config.of_layer(number), init)
 
     @property
     def sink_logits(self) -> Float[Array, "H_q"] | None:
@@ -281,55 +235,32 @@ class DecoderLayer(_Layer):
         return None if self.attention.sinks is None else self.attention.sinks[...]
 
     def project(
-        self,
-        x: Float[Array, "B T W"],
-        cos: Float[Array, "B T half_D"],
-        sin: Float[Array, "B T half_D"],
-        query_scale: Float[Array, "B T"] | None = None,
+        self, x: Float[Array, "B T W"], angles: Angles
     ) -> tuple[Float[Array, "B T H_q D"], Float[Array, "B T H_kv D"], Float[Array, "B T H_kv D"]]:
         """Returns queries, keys (both rotated) and values.
 
         Args:
             x: residual stream.
-            cos: cosine of the rotary angles.
-            sin: sine of the rotary angles.
-            query_scale: scale of queries; see `rotary.Angles`.
         """
-        return self.attention.project(self.normalize(x), cos, sin, query_scale)
+        return self.attention.project(self.normalize(x), angles)
 
-    def project_queries(
-        self,
-        x: Float[Array, "B T W"],
-        cos: Float[Array, "B T half_D"],
-        sin: Float[Array, "B T half_D"],
-        query_scale: Float[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T H_q D"]:
+    def project_queries(self, x: Float[Array, "B T W"], angles: Angles) -> Float[Array, "B T H_q D"]:
         """Returns the rotated queries only.
 
         Args:
             x: residual stream.
-            cos: cosine of the rotary angles.
-            sin: sine of the rotary angles.
-            query_scale: scale of queries; see `rotary.Angles`.
         """
-        return self.attention.project_queries(self.normalize(x), cos, sin, query_scale)
+        return self.attention.project_queries(self.normalize(x), angles)
 
     def project_kv(
-        self,
-        x: Float[Array, "B T W"],
-        cos: Float[Array, "B T half_D"],
-        sin: Float[Array, "B T half_D"],
-        query_scale: Float[Array, "B T"] | None = None,
+        self, x: Float[Array, "B T W"], angles: Angles
     ) -> tuple[Float[Array, "B T H_kv D"], Float[Array, "B T H_kv D"]]:
         """Returns the rotated keys and the values only.
 
         Args:
             x: residual stream.
-            cos: cosine of the rotary angles.
-            sin: sine of the rotary angles.
-            query_scale: scale of queries; see `rotary.Angles`.
         """
-        return self.attention.project_kv(self.normalize(x), cos, sin)
+        return self.attention.project_kv(self.normalize(x), angles)
 
     def finish(self, x: Float[Array, "B T W"], attended: Float[Array, "B T H_q D"]) -> Float[Array, "B T W"]:
         """Returns the residual stream after the output projection of attention and the MLP.
@@ -356,12 +287,9 @@ class DecoderLayer(_Layer):
 class RecurrentLayer(_Layer):
     """A layer with a recurrence in place of attention, whose state the caller holds."""
 
-    def _add_mixer(
-        self, config: LlamaConfig, number: int, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, quantized: bool
-    ) -> None:
+    def _add_mixer(self, config: LlamaConfig, number: int, init: Initializer) -> None:
         assert config.recurrence is not None
-        sizes, epsilon = config.recurrence, config.norm_epsilon
-        self.mixer: Any = make_mixer(config.width, sizes, epsilon, dtype=dtype, rngs=rngs, quantized=quantized)
+        self.mixer: Any = make_mixer(config.width, config.recurrence.sizes, config.norms.epsilon, init)
 
     def __call__(
         self, x: Float[Array, "B T W"], state: RecurrentState, lengths: Int[Array, "B"]
@@ -412,10 +340,10 @@ class Llama(nnx.Module):
         """
         if weight_dtype not in (None, "int8"):
             raise ValueError(f"weight_dtype={weight_dtype!r} must be 'int8' or None")
-        self.config, quantized = config, weight_dtype is not None
+        self.config, init = config, Initializer(dtype, rngs, quantized=weight_dtype is not None)
         self.embedding: nnx.Embed | QuantizedEmbedding = (
             QuantizedEmbedding(config.vocab_size, config.width, dtype=dtype)
-            if quantized
+            if init.quantized
             else nnx.Embed(
                 config.vocab_size,
                 config.width,
@@ -426,13 +354,11 @@ class Llama(nnx.Module):
             )
         )
         kinds = [RecurrentLayer if i in config.recurrent_layers else DecoderLayer for i in range(config.layers)]
-        layers: list[Any] = [
-            kind(config, i, dtype=dtype, rngs=rngs, quantized=quantized) for i, kind in enumerate(kinds)
-        ]
+        layers: list[Any] = [kind(config, number, init) for number, kind in enumerate(kinds)]
         self.layers = nnx.List(layers)
-        self.norm = RMSNorm(config.width, config, dtype)
+        self.norm = RMSNorm(config.width, config.norms, dtype)
         if not config.tied_embeddings:
-            self.head = make_linear(quantized, dtype, rngs)(config.width, config.vocab_size, use_bias=False)
+            self.head = init.linear(config.width, config.vocab_size, use_bias=False)
 
     @property
     def weight_dtype(self) -> WeightDtype | None:
@@ -451,7 +377,7 @@ class Llama(nnx.Module):
         Returns:
             The scaled embeddings, which are the residual stream before the first layer.
         """
-        x, scale = self.embedding(tokens), self.config.embedding_scale
+        x, scale = self.embedding(tokens), self.config.scales.embedding
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     def rotation(self, positions: Int[Array, "B T"], layer: int = 0, tokens: int | None = None) -> Angles:
@@ -478,7 +404,7 @@ class Llama(nnx.Module):
             if isinstance(layer, RecurrentLayer):
                 x, _ = layer(x, layer.init_state(len(tokens)), lengths)
                 continue
-            query, key, value = layer.project(x, *self.rotation(positions, number, tokens.shape[1]))
+            query, key, value = layer.project(x, self.rotation(positions, number, tokens.shape[1]))
             x = layer.finish(x, _causal_attention(layer, query, key, value))
         return x
 
@@ -491,8 +417,8 @@ class Llama(nnx.Module):
         Returns:
             Logits over the vocabulary, float32.
         """
-        logits = self._project_logits(self.norm(x)) / self.config.logit_divisor
-        cap = self.config.logit_cap
+        cap = self.config.scales.logit_cap
+        logits = self._project_logits(self.norm(x)) / self.config.scales.logit_divisor
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
     def _project_logits(self, x: Float[Array, "... W"]) -> Float[Array, "... V"]:
@@ -516,14 +442,11 @@ def parameter_bytes(model: Llama) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(model))
 
 
-def _make_mlp(
-    config: LlamaConfig, layer: int, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs, quantized: bool
-) -> Mlp | Experts:
+def _make_mlp(config: LlamaConfig, layer: int, init: Initializer) -> Mlp | Experts:
     """Returns the MLP or the experts of a layer."""
-    if not config.experts or config.parallel_experts or layer in config.dense_layers:
-        linear = make_linear(quantized, dtype, rngs)
-        return Mlp(config.width, config.mlp_width, config.activation, config.mlp_bias, linear)
-    return Experts(config, dtype=dtype, rngs=rngs, quantized=quantized)
+    if config.experts is None or config.experts.parallel or layer in config.experts.dense_layers:
+        return Mlp(config.width, config.mlp_width, config.activation, config.mlp_bias, init)
+    return Experts(config, init)
 
 
 def _normalize(norm: RMSNorm | None, x: Array) -> Array:

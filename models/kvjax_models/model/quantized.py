@@ -4,8 +4,7 @@ A quantized module has the parameters of its float counterpart, with int8 values
 with the int8 values in the dtype of the activations and scale the result: no float copy of a model exists.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -40,14 +39,14 @@ class QuantizedLinear(nnx.Module):
         """Returns the projection."""
         return self.project(x)
 
-    def project(self, x: Float[Array, "*B in"], index: Any = ...) -> Float[Array, "..."]:
+    def project(self, x: Float[Array, "*B in"], index: tuple[Any, ...] = ()) -> Float[Array, "..."]:
         """Returns a part of the projection.
 
         Args:
             x: input.
             index: index of the output's axes.
         """
-        y = multiply(x, self.kernel[...][:, *_as_tuple(index)], self.channel_scale[...][index])
+        y = multiply(x, self.kernel[...][:, *index], self.channel_scale[...][index])
         return y if self.bias is None else y + self.bias[...][index]
 
 
@@ -70,33 +69,6 @@ class QuantizedEmbedding(nnx.Module):
         """Returns the embeddings of tokens."""
         scale = jnp.take(self.channel_scale[...], tokens, axis=0)[..., None]
         return jnp.take(self.embedding[...], tokens, axis=0).astype(scale.dtype) * scale
-
-
-def make_linear(quantized: bool, dtype: jax.typing.DTypeLike, rngs: nnx.Rngs) -> Callable[..., Any]:
-    """Returns a constructor of linear projections, which takes the sizes of input and output and `use_bias`.
-
-    Args:
-        quantized: whether kernels are int8.
-        dtype: dtype of other parameters and activations.
-        rngs: random keys of the initial parameters.
-    """
-    if quantized:
-        return functools.partial(QuantizedLinear, dtype=dtype)
-
-    def linear(inputs: int, outputs: int | Sequence[int], *, use_bias: bool) -> nnx.Linear | nnx.LinearGeneral:
-        """Returns a float projection with random values."""
-        options: Any = {
-            "use_bias": use_bias,
-            "dtype": dtype,
-            "param_dtype": dtype,
-            "rngs": rngs,
-            "dot_general": dot_general,
-        }
-        if isinstance(outputs, int):
-            return nnx.Linear(inputs, outputs, **options)
-        return nnx.LinearGeneral(inputs, outputs, **options)
-
-    return linear
 
 
 def dot_general(x: Float[Array, "..."], kernel: Float[Array, "..."], dimensions: Any, **options: Any) -> Array:
@@ -199,7 +171,3 @@ def multiply_transposed(
     use_blocks = len(table) % _BLOCK_OUTPUTS == 0
     y = jax.lax.platform_dependent(flat, table, cpu=by_blocks if use_blocks else direct, default=direct)
     return y.reshape(*x.shape[:-1], -1) * scale.astype(jnp.float32)
-
-
-def _as_tuple(index: Any) -> tuple[Any, ...]:
-    return index if isinstance(index, tuple) else (index,)

@@ -86,7 +86,7 @@ class Rotary:
 
 
 class Angles(NamedTuple):
-    """Rotary angles of tokens, the last arguments of `DecoderLayer.project`; all arrays are float32.
+    """Rotary angles of tokens for `DecoderLayer.project`; all arrays are float32.
 
     Attributes:
         cos: cosines for `kvjax.rope.rotate`, multiplied by the layer's factor.

@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kvjax.state import state
-from kvjax_models.model.quantized import make_linear
+from kvjax_models.model.parameters import Initializer
 
 
 @state
@@ -60,30 +60,17 @@ class ShortConvolutionSizes:
 class ShortConvolution(nnx.Module):
     """Projections and gates around a short convolution."""
 
-    def __init__(
-        self,
-        width: int,
-        sizes: ShortConvolutionSizes,
-        *,
-        dtype: jax.typing.DTypeLike,
-        rngs: nnx.Rngs,
-        quantized: bool = False,
-    ):
+    def __init__(self, width: int, sizes: ShortConvolutionSizes, init: Initializer):
         """Creates the parameters.
 
         Args:
             width: size of input and output.
-            dtype: dtype of parameters and activations.
-            rngs: random keys of the initial parameters.
-            quantized: whether the kernels of projections are int8.
         """
         self.sizes = sizes
-        linear = make_linear(quantized, dtype, rngs)
-        self.bcx = linear(width, (3, sizes.channels), use_bias=sizes.use_bias)
-        shape = (sizes.kernel_size, sizes.channels)
-        self.kernel = nnx.Param(jax.random.normal(rngs.params(), shape, dtype) * sizes.kernel_size**-0.5)
-        self.bias = nnx.Param(jnp.zeros(sizes.channels, dtype)) if sizes.use_bias else None
-        self.out = linear(sizes.channels, width, use_bias=sizes.use_bias)
+        self.bcx = init.linear(width, (3, sizes.channels), use_bias=sizes.use_bias)
+        self.kernel = init.normal((sizes.kernel_size, sizes.channels), sizes.kernel_size**-0.5)
+        self.bias = init.zeros(sizes.channels) if sizes.use_bias else None
+        self.out = init.linear(sizes.channels, width, use_bias=sizes.use_bias)
 
     def __call__(
         self, x: Float[Array, "B T W"], state: ConvolutionState, lengths: Int[Array, "B"]

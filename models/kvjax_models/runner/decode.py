@@ -379,7 +379,7 @@ def step_layer(
     """
     layer, sizes = flat.module, [len(one) for one in positions]
     places = [one[:, None] + jnp.arange(x.shape[1]) for one in positions]
-    query, keys, values = layer.project(x, *_concatenate(list(map(rotation, rotaries, places))))
+    query, keys, values = layer.project(x, _concatenate(list(map(rotation, rotaries, places))))
     queries, new_keys, new_values = (_split(one, sizes) for one in (query, keys, values))
     attended, new_caches, new_counters = [], [], []
     for group, (cache, scorer) in enumerate(zip(caches, scorers, strict=True)):

@@ -363,7 +363,7 @@ class _ChunkedLayer(NamedTuple):
 
     def queries(self, x: Float[Array, "B M c W"], chunk: Int[Array, ""]) -> Float[Array, "B c H D"]:
         """Returns the rotated queries of this device's tokens of `x` in a `chunk`."""
-        return self.layer.project_queries(_take_chunk(x, chunk), *self.rotation(x, chunk))
+        return self.layer.project_queries(_take_chunk(x, chunk), self.rotation(x, chunk))
 
     def all_queries(self, x: Float[Array, "B M c W"]) -> Float[Array, "M B c H D"]:
         """Returns the rotated queries of all chunks of `x`."""
@@ -373,7 +373,7 @@ class _ChunkedLayer(NamedTuple):
         """Returns the keys and values of all tokens, from the residual stream `x`, for this device's heads."""
 
         def project(chunk):
-            return self.layer.project_kv(_take_chunk(x, chunk), *self.rotation(x, chunk))
+            return self.layer.project_kv(_take_chunk(x, chunk), self.rotation(x, chunk))
 
         keys, values = jax.lax.map(project, jnp.arange(x.shape[1]))
         return join_chunks(self.group.gather_tokens(keys)), join_chunks(self.group.gather_tokens(values))
@@ -500,7 +500,7 @@ def _last_queries(
     def project_block(positions):
         """Returns this device's share of the queries at `positions`."""
         local = jax.lax.dynamic_slice_in_dim(positions, group.device_index() * share, share, axis=1)
-        return layer.project_queries(group.take_tokens(x, positions), *rotation(rotary, local))
+        return layer.project_queries(group.take_tokens(x, positions), rotation(rotary, local))
 
     blocks = positions.reshape(len(lengths), -1, block).swapaxes(0, 1)
     return join_chunks(group.gather_tokens(jax.lax.map(project_block, blocks)))[:, :num_queries]

@@ -167,7 +167,7 @@ def backpropagate_layer(
     prompt = [y.swapaxes(1, 2) for y in (prompt_keys, prompt_values)]
 
     def attention_output(tokens: Float[Array, "B T W"]) -> Float[Array, "B T W"]:
-        query, *projected = layer.project(tokens, *angles)
+        query, *projected = layer.project(tokens, angles)
         entries = PromptAndTexts._make([*prompt, *(y.swapaxes(1, 2) for y in projected), lengths, sizes])
         options: Mapping[str, Any] = {"window": layer.window, "logit_cap": layer.attention_logit_cap}
         attended = attend_texts(query, entries, layer.sink_logits, block=BLOCK, **options)
@@ -207,7 +207,7 @@ def _repeat_chunks(
     position = (first + np.arange(size)).reshape(-1) % width  # in the text
     tokens = x.reshape(batch, chunks * size, -1)
     query, key, value = (
-        split_into_chunks(y, chunks) for y in layer.project(tokens, *rotation(rotary, lengths[:, None] + position))
+        split_into_chunks(y, chunks) for y in layer.project(tokens, rotation(rotary, lengths[:, None] + position))
     )
     all_queries, key, value = (join_chunks(group.gather_tokens(y)) for y in (query, key, value))
     transposed = [y.swapaxes(1, 2) for y in (prompt_keys, prompt_values, key, value)]

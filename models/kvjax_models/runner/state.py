@@ -96,7 +96,7 @@ def cache_specs(
             dtype=model.embedding.param_dtype,
             kv_dtype=kv_dtype,
             window=config.window(number),
-            logit_cap=config.attention_logit_cap,
+            logit_cap=config.attention.logit_cap,
             rope_frequencies=config.rotary(number, context_tokens).frequencies,
             layer=index,
             layers=len(config.attention_layers),
@@ -155,7 +155,10 @@ def init_recurrent(
     config: LlamaConfig, batch: int, dtype: jax.typing.DTypeLike, mesh: Mesh | None = None
 ) -> tuple[RecurrentState, ...]:
     """Returns the recurrent states of sequences without tokens; () for models that are not hybrid."""
-    return tuple(_init_recurrent(config.recurrence, batch, jnp.dtype(dtype), mesh) for _ in config.recurrent_layers)
+    if config.recurrence is None:
+        return ()
+    sizes = config.recurrence.sizes
+    return tuple(_init_recurrent(sizes, batch, jnp.dtype(dtype), mesh) for _ in config.recurrence.layers)
 
 
 @functools.partial(jax.jit, static_argnames=("sizes", "batch", "dtype", "mesh"))
