@@ -157,7 +157,7 @@ class CachedModel(CachePlans):
     ) -> Iterator[str]:
         """Continues a text or answers a conversation, and yields the new text during generation.
 
-        Arguments that are not listed are those of `generate`.
+        See `generate` for the other arguments.
 
         Args:
             prompt: a text, or a list of messages.
@@ -188,7 +188,7 @@ class CachedModel(CachePlans):
         """Continues any number of texts or conversations by continuous batching (see `kvjax_models.engine`).
 
         A finished sequence frees its row for the next prompt. Prompts are read from the iterable when a row is free.
-        Arguments that are not listed are those of `generate`.
+        See `generate` for the other arguments.
 
         Args:
             prompts: texts, or lists of messages.
@@ -236,7 +236,7 @@ class CachedModel(CachePlans):
     ) -> Engine:
         """Returns an engine, to which requests can be added while others run: prompts, and questions to documents.
 
-        Arguments that are not listed are those of `Engine`.
+        See `Engine` for the other arguments.
 
         Args:
             rows: maximum number of rows in use.

@@ -199,7 +199,7 @@ class Document:
     ) -> Answers:
         """Continues the text with further text and new tokens, without a chat template.
 
-        Arguments that are not listed are those of `ask`.
+        See `ask` for the other arguments.
 
         Args:
             text: text that follows the document, or a list of alternatives; "" for none.
@@ -239,7 +239,7 @@ class Document:
     ) -> Iterator[str]:
         """Answers a question, or continues a plain text, and yields the new text during generation.
 
-        Arguments that are not listed are those of `ask`, or of `generate` for a plain text.
+        See `ask`, or `generate` for a plain text, for the other arguments.
 
         Args:
             stream_interval: tokens per yield; larger intervals are faster.
@@ -262,7 +262,7 @@ class Document:
     ) -> list[int]:
         """Returns the tokens that follow the text: the question in the chat template, and the start of the answer.
 
-        Arguments that are not listed are those of `ask`.
+        See `ask` for the other arguments.
 
         Args:
             question: a text, or messages.

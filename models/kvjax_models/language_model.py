@@ -64,7 +64,7 @@ class LanguageModel(TokenizedModel):
     ) -> CachedModel:
         """Returns the model with options of its KV cache, which generates text and reads documents.
 
-        The arguments are those of `CachedModel`.
+        See `CachedModel` for the arguments.
 
         Returns:
             The model with a cache.

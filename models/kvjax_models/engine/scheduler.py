@@ -110,7 +110,7 @@ class Scheduler:
         return chosen
 
     def _fits(self, request: Waiting, chosen: Sequence[Waiting]) -> bool:
-        """Returns whether there are a row and bytes for a request besides others that are about to start."""
+        """Returns whether there are a row and bytes for a request and others that are about to start."""
         if len(chosen) >= self.num_free_rows:
             return False
         needed = self.reserved_bytes + sum(one.row_bytes for one in chosen) + request.row_bytes

@@ -1,7 +1,7 @@
 """Gemma 4 (text; 12B is a model type of its own) without per-layer embeddings and shared KV layers.
 
 Layers without a sliding window have their own head dimension and number of KV heads, and may have one projection for
-keys and values. In 26B-A4B, every layer has experts beside its MLP.
+keys and values. In 26B-A4B, every layer has experts in parallel to its MLP.
 """
 
 import dataclasses

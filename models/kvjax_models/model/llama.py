@@ -141,7 +141,7 @@ class Attention(nnx.Module):
 
 
 class ParallelExperts(nnx.Module):
-    """Experts beside the MLP of a layer, which process the same residual stream (Gemma 4).
+    """Experts in parallel to the MLP of a layer, which process the same residual stream (Gemma 4).
 
     Both have norms before and after them. The router has a norm, too, and a scale per expert.
     """

@@ -296,7 +296,7 @@ def decode_program(
 
 
 def _no_tokens(states: Sequence[GenerationState]) -> SampledTokens:
-    """Returns what a step gives for finished sequences."""
+    """Returns the tokens of a step for finished sequences."""
     batch, vocab_size = sum(state.logits.shape[0] for state in states), states[0].logits.shape[1]
     top = (batch, min(MAX_LOGPROBS, vocab_size))
     token = jnp.full(batch, NO_TOKEN, jnp.int32)

@@ -187,7 +187,7 @@ def init_rows(vocab_size: int, mesh: Mesh | None, seeds: Int[Array, "B 2"]) -> d
 
 
 def row_seeds(batch: int, seed: int | Sequence[int]) -> Int[np.ndarray, "B 2"]:
-    """Returns what the random numbers of every row depend on: a seed and an index, uint32.
+    """Returns the random state of every row: a seed and an index, uint32.
 
     Args:
         batch: number of rows.
