@@ -410,7 +410,7 @@ def test_attention_received_from_repetitions_equals_the_scores_of_the_policy(opt
 def test_weights_of_repetitions_are_gradients_and_norms():
     """The reference reads the prompt and one repetition as one text, and adds zeros to each attention output."""
     policy = kvjax.KVgrad(40, instruction=(1, 2), continuation=(3,), suffix=(4,), chunk_tokens=50)
-    options = SINKS_AND_CAP | {"norms": "sandwich", "residual_scale": 0.5, "output_bias": True}
+    options = SINKS_AND_CAP | {"norms.position": "sandwich", "scales.residual": 0.5, "attention.output_bias": True}
     model, (tokens, lengths) = make_model(**options), padded_prompts(96, 60)
     config = model.config
     [*layers] = prefill.prefill_layers(

@@ -15,6 +15,7 @@ Many prompts are processed by continuous batching (`cli.many`):
 
 import dataclasses
 import sys
+from typing import Any
 
 from kvjax.budget import format_bytes
 from kvjax_models.cache import read_together
@@ -53,7 +54,8 @@ class Generate(GenerationOptions):
         warn_of_file_name(self.prompt)
         if self.prompts_file is not None:
             assert self.output is not None
-            many.complete_file(self, self.load(), self.prompts_file, self.output)
+            run: dict[str, Any] = {"stop": self.stop, "batch_size": self.batch_size, "resume": self.resume}
+            many.complete_file(self, self.load(), self.prompts_file, self.output, **run)
             return
         texts = [*([self.prompt] if self.prompt is not None else []), *map(read_text, self.prompt_file)]
         if "" in texts:

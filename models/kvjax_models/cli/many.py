@@ -12,7 +12,7 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from absl import logging
@@ -22,16 +22,13 @@ import kvjax
 from kvjax.budget import format_bytes
 from kvjax_models import atomic_io, devices
 from kvjax_models.cache import CachedModel, parse_rows
-from kvjax_models.cli.options import read_text
+from kvjax_models.cli.options import GenerationOptions, read_text
 from kvjax_models.cli.progress import is_terminal
 from kvjax_models.engine import seed_of_prompt
 from kvjax_models.fingerprint import describe_model, tokenizer_fingerprint
 from kvjax_models.language_model import LanguageModel
 from kvjax_models.runner.state import check_seed
 from kvjax_models.saves import describe_difference
-
-if TYPE_CHECKING:
-    from kvjax_models.cli.generate import Generate
 
 FORMAT = 5  # of OUT.jsonl.run.json
 _KEYS = {"prompt", "messages", "max_new_tokens", "seed", "id"}
@@ -46,24 +43,39 @@ class PromptLine(NamedTuple):
     id: Any  # None if the line has none
 
 
-def complete_file(options: "Generate", llm: LanguageModel, prompts_file: str, output_file: str) -> None:
+def complete_file(
+    options: GenerationOptions,
+    llm: LanguageModel,
+    prompts_file: str,
+    output_file: str,
+    *,
+    stop: list[str],
+    batch_size: str,
+    resume: bool,
+) -> None:
     """Completes every prompt of a file.
 
-    Invalid lines raise a ValueError with their number. So does output that exists without `--resume` or belongs to
+    Invalid lines raise a ValueError with their number. So does output that exists without `resume` or belongs to
     another run. If another process writes the output, an OSError is raised.
+
+    Args:
+        options: options of the command.
+        stop: strings that finish a completion.
+        batch_size: maximum number of batch rows, or bytes for the caches of all rows ("2GiB").
+        resume: whether to continue an interrupted run.
     """
     lines = _read_lines(options, llm, prompts_file)
-    cache, (rows, max_bytes) = options.cache(llm), parse_rows(options.batch_size)
+    cache, (rows, max_bytes) = options.cache(llm), parse_rows(batch_size)
     engine = cache.engine(rows=rows, max_bytes=max_bytes)
-    manifest = _manifest(options, llm, cache, lines)
-    output = Output(pathlib.Path(output_file), manifest, len(lines), resume=options.resume)
+    manifest = _manifest(options, stop, llm, cache, lines)
+    output = Output(pathlib.Path(output_file), manifest, len(lines), resume=resume)
     numbers: dict[int, int] = {}  # of the lines, by request
     for number, line in enumerate(lines):
         if number not in output.rows:
             request = engine.add(
                 line.tokens,
                 sampling=options.sampling,
-                stop=options.stop,
+                stop=stop,
                 max_new_tokens=line.max_new_tokens,
                 seed=line.seed,
             )
@@ -157,7 +169,7 @@ def _row_line(row: dict[str, Any]) -> str:
     return json.dumps(row, ensure_ascii=False)
 
 
-def _read_lines(options: "Generate", llm: LanguageModel, path: str) -> list[PromptLine]:
+def _read_lines(options: GenerationOptions, llm: LanguageModel, path: str) -> list[PromptLine]:
     """Reads the prompts of a file; empty lines are skipped.
 
     Returns:
@@ -180,7 +192,7 @@ def _read_lines(options: "Generate", llm: LanguageModel, path: str) -> list[Prom
     return lines
 
 
-def _parse_line(options: "Generate", llm: LanguageModel, line: Any, number: int) -> PromptLine:
+def _parse_line(options: GenerationOptions, llm: LanguageModel, line: Any, number: int) -> PromptLine:
     """Returns a prompt from its JSON value.
 
     Raises:
@@ -208,7 +220,7 @@ def _parse_line(options: "Generate", llm: LanguageModel, line: Any, number: int)
 
 
 def _manifest(
-    options: "Generate", llm: LanguageModel, cache: CachedModel, lines: Sequence[PromptLine]
+    options: GenerationOptions, stop: list[str], llm: LanguageModel, cache: CachedModel, lines: Sequence[PromptLine]
 ) -> dict[str, Any]:
     """Returns all values that determine the completions; the number of batch rows does not."""
     lengths = max(len(line.tokens) for line in lines), max(line.max_new_tokens for line in lines)
@@ -223,6 +235,6 @@ def _manifest(
         "arrays": {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in state},
         "tokenizer": tokenizer_fingerprint(llm.tokenizer),
         "sampling": dataclasses.asdict(options.sampling),
-        "stop": options.stop,
+        "stop": stop,
         "prompts": hashlib.sha256(json.dumps(lines).encode()).hexdigest(),
     }

@@ -81,6 +81,8 @@ class Plan:
             context_tokens=self.context_tokens,
         )
         by_layer = (policy,) * len(specs) if isinstance(policy, Policy) else policy
+        if len(by_layer) != len(specs):
+            raise ValueError(f"policy must be one policy, or one for each of {len(specs)} layers, got {len(by_layer)}")
         set_field("policies", tuple(layer_policy(*layer) for layer in zip(by_layer, specs, strict=True)))
         if self.streaming and (unsupported := [one for one in self.policies if one.requires.entire_prompt]):
             raise ValueError(f"{unsupported[0]} compresses entire prompts; set streaming=False")
