@@ -141,10 +141,10 @@ class Budget:
 
 
 def staging_tokens(budget_tokens: float) -> int:
-    """Returns the tokens between two compactions of a cache with few of them by default: 16 to 128, by its size.
+    """Returns the number of tokens between two compactions: 16, or 32 to 128 if they are 1% of the budget at most.
 
-    The staging buffer, which is not quantized, takes at most a hundredth of the budget beyond 16 tokens. Compacting all
-    layers takes as long as a decode step on a GPU (SnapKV, 32 layers, H200: 7.0 ms), so it is done as seldom as that.
+    The staging buffer, which is not quantized, counts as bytes. Compacting all layers takes as long as a decode step on
+    a GPU (SnapKV, 32 layers, H200: 7.0 ms), so that large caches are compacted less often.
 
     Args:
         budget_tokens: the budget in tokens of a full bfloat16 cache.

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
@@ -282,8 +283,11 @@ def fit_policy(
         return make()
     if budget.slots is not None:
         return make(budget.slots)
+    compact_every = staging_tokens(budget.share(spec, tokens) * tokens)
     if isinstance(policy, PolicyChoice) and issubclass(policy.policy_class, TopKPolicy):
-        make = policy.with_settings(compact_every=staging_tokens(budget.share(spec, tokens) * tokens)).make
+        make = policy.with_settings(compact_every=compact_every).make
+    elif isinstance(policy, type) and issubclass(policy, TopKPolicy):
+        make = functools.partial(policy, compact_every=compact_every)
     try:
         limit = budget.limit(spec, tokens)
         if allow_smallest and budget.fraction is not None:

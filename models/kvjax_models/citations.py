@@ -180,6 +180,7 @@ def attention_to_text(
     """
     with_heads = {layer for layer, _ in heads}
     attention: dict[int, Array] = {}
+    # `step_layers` calls `step` for every layer with attention, in order.
     numbers = itertools.cycle(range(len(prefix.entries)))
 
     def step(module, rotaries, caches, counters, x, positions, lengths, prefixes, scorers):

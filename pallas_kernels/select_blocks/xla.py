@@ -109,7 +109,8 @@ def select_by_sorting_tuples(
     """Selects blocks by sorting scores with sizes and first blocks, which needs no gather and no scatter.
 
     A GPU sorts up to 2,048 clusters in one launch, and the clusters of slots are counted by one reduction: six
-    launches for 410 clusters, nine for 1,638. On a CPU, sorting tuples takes three times as long as `top_k`.
+    launches for 410 clusters, nine for 1,638. On a CPU, sorting tuples takes two to six times as long as
+    `top_k`.
 
     Returns:
         The selected blocks, in descending order of their clusters' scores.

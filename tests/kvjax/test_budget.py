@@ -126,6 +126,7 @@ def test_large_caches_of_top_k_policies_are_compacted_less_often():
         spec = make_spec(1, tokens, layers=2)
         policy = resolve_policy("snapkv", "25%", spec, tokens)
         assert policy.compact_every == compact_every
+        assert resolve_policy(kvjax.SnapKV, "25%", spec, tokens) == policy
         assert row_bytes(policy, spec) <= 0.25 * spec.full_cache_bytes(tokens)
         assert resolve_policy("snapkv:compact_every=4", "25%", spec, tokens).compact_every == 4
         assert resolve_policy("snapkv", tokens // 4, spec, tokens).compact_every == 16

@@ -15,7 +15,6 @@ Many prompts are processed by continuous batching (`cli.many`):
 
 import dataclasses
 import sys
-from typing import Any
 
 from kvjax.budget import format_bytes
 from kvjax_models.cache import read_together
@@ -54,8 +53,15 @@ class Generate(GenerationOptions):
         warn_of_file_name(self.prompt)
         if self.prompts_file is not None:
             assert self.output is not None
-            run: dict[str, Any] = {"stop": self.stop, "batch_size": self.batch_size, "resume": self.resume}
-            many.complete_file(self, self.load(), self.prompts_file, self.output, **run)
+            many.complete_file(
+                self,
+                self.load(),
+                self.prompts_file,
+                self.output,
+                stop=self.stop,
+                batch_size=self.batch_size,
+                resume=self.resume,
+            )
             return
         texts = [*([self.prompt] if self.prompt is not None else []), *map(read_text, self.prompt_file)]
         if "" in texts:
