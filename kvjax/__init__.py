@@ -21,6 +21,6 @@ from kvjax.lazy_names import lazy_names
 if TYPE_CHECKING:
     from kvjax.names import *  # noqa: F403
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 __getattr__, __dir__ = lazy_names(__name__)

@@ -50,6 +50,8 @@ def test_packages(wheel):
     text = zipfile.ZipFile(wheel).read(metadata).decode()
     assert f"Version: {kvjax.__version__}\n" in text and "License-Expression: Apache-2.0\n" in text
     assert "Description-Content-Type: text/markdown\n" in text and "# kvjax" in text
+    assert f"version: {kvjax.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"## {kvjax.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_wheel_generates(wheel, tmp_path):
