@@ -76,11 +76,25 @@ UNIFORM = (
     ("gemma-3-270m", "facts", 1024, "float32", "25%", "int8"),
     ("qwen2.5-coder-0.5b", "facts", 8192, "float32", "12.5%", "int4"),
 )
-# Models of README: one that gives its picture, one that loses nothing, and the one that loses most.
 MODELS = {"smollm2-135m": "SmolLM2-135M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B", "gemma-3-270m": "Gemma 3 270M"}
-MODEL, *OTHER_MODELS = MODELS
-FRONT = "facts", 1024, "unseen"  # task, tokens and question of README
-LENGTHS = ("qwen2.5-coder-0.5b", "facts")  # model and task of the picture by length
+BY_BYTES = "smollm2-135m", "facts", 1024, "unseen"  # model, task, tokens and question of the picture by bytes
+LENGTHS = ("qwen2.5-coder-0.5b", "facts")  # model and task of the picture by length, and of README
+FRONT_TOKENS, FRONT_GPU_TOKENS = 8192, 131072  # of README's answers and times
+# Rows of README: name, setting of the answers, and the setting of the time or the reason why there is none. The papers'
+# systems were timed with equal heads, because a model with random weights has no profile.
+FRONT = (
+    ("full cache", "exact", "exact"),
+    ("full cache, 4 bits", "exact, int4", "not timed [1]"),
+    ("`auto`", "auto @ 25%", "auto @ 25%"),
+    ("`auto`", "auto @ 12.5%", "auto @ 12.5%"),
+    ("`auto`", "auto @ 6.25%", "not timed [1]"),
+    ("kvpress, KVzip+", "kvpress KVzip+ @ 12.5% of the prompt", "in PyTorch"),
+    ("Chelsea", "chelsea:heads=auto @ 12.5%, int4", "chelsea @ 12.5%"),
+    ("BalanceKV", "balancekv:heads=auto @ 12.5%, int4", "balancekv @ 12.5%"),
+    ("SubGen", "subgen:heads=auto @ 12.5%, int4", "0.99 of the full cache [2]"),
+    ("ClusterGen", "clustergen:heads=auto @ 12.5%, int4", "not timed [1]"),
+    ("ClusterKV", "clusterkv @ 12.5%", "clusterkv @ 12.5%"),
+)
 CSV_COLUMNS = (
     "model", "task", "tokens", "question", "dtype", "metric", "setting", "held", "question_and_answer", "read",
     "score", "low", "high", "minus_full_cache", "minus_low", "minus_high", "documents", "errors",
@@ -134,7 +148,7 @@ def render(page: str, results: Results) -> str:
 
 def figures(results: Results) -> dict[str, pictures.plt.Figure]:
     """Returns the pictures by file name."""
-    front = [cell for cell in results.cells if cell.column == (MODEL, *FRONT)]
+    front = [cell for cell in results.cells if cell.column == BY_BYTES]
     model, task = LENGTHS
     panels = {
         tokens: few_bits_curves(rows)
@@ -190,7 +204,6 @@ def make_cells(rows: Iterable[Row]) -> list[Cell]:
     best: dict[tuple[Any, ...], tuple[tuple[bool, bool, int], Cell]] = {}
     for (model, task, tokens, question, metric, _), of_group in group_by(labels, comparable).items():
         by_setting = {row.setting: row for row in of_group}
-        full_bytes = _mean_bytes(of_group)
         for line in _lines(of_group):
             row = by_setting[line.setting]
             named = policy_of(row.policy)
@@ -199,7 +212,7 @@ def make_cells(rows: Iterable[Row]) -> list[Cell]:
             if named is None or line.mean is None or not budget.endswith("%") or is_small:
                 continue
             share = float(budget[:-1])
-            cell = Cell(model, task, tokens, question, metric, *named, share, line, line.held * full_bytes)
+            cell = Cell(model, task, tokens, question, metric, *named, share, line)
             key = model, task, tokens, question, metric, named, share
             # A cell whose PUBLISHED form is measured shows that form.
             rank = row.policy in PUBLISHED, model in FEW_HEADS and row.kv_dtype == "int4", line.documents
@@ -212,13 +225,6 @@ def _lines(rows: Sequence[Row]) -> list[summarize.Line]:
     """Returns the lines of rows of one group; rows of kvpress are paired with the same documents' full cache."""
     of_text = [dataclasses.replace(row, tail_fraction=None) for row in rows]
     return [line for table in summarize.summarize(of_text) for line in table.lines]
-
-
-def _mean_bytes(rows: Iterable[Row]) -> float:
-    """Returns the bytes of a full bfloat16 cache of a text; NaN without rows of the full cache."""
-    full = [row for row in rows if row.setting == caches.FULL and row.cache_fraction]
-    sizes = [row.device_bytes / row.cache_fraction / (2 if row.dtype == "float32" else 1) for row in full]
-    return sum(sizes) / len(sizes) if sizes else float("nan")
 
 
 def matrices(cells: Iterable[Cell]) -> dict[tuple[str, str], list[Cell]]:
@@ -236,53 +242,32 @@ def matrices(cells: Iterable[Cell]) -> dict[tuple[str, str], list[Cell]]:
 # Blocks of README.
 
 
-def front_cells(results: Results) -> dict[tuple[str, str, bool], Cell]:
-    """Returns the cells of README's task at a quarter of the bytes and of the full cache, by model and policy."""
-    return {
-        (cell.model, cell.policy, cell.has_profile): cell
-        for cell in results.cells
-        if cell.column[1:] == FRONT and cell.budget in (25, 100)
+def front_table(_: str, results: Results) -> str:
+    """Returns the table of README: bytes, answers and times of full caches, `auto`, kvpress and the papers' systems."""
+    model, task = LENGTHS
+    of_length = select(results.rows, model=model, task=task, tokens=FRONT_TOKENS, question="unseen")
+    lines = {line.setting: line for line in _lines(of_length)}
+    times = {
+        row["setting"]: f"{row['ms_per_token'][0]:.1f} ms ({row['ms_per_token_ratio'][0]:.2f})"
+        for row in device.read_rows(RESULTS / "h200.jsonl")
+        if (row.get("measure"), row.get("context_tokens"), row.get("rows")) == ("latency", FRONT_GPU_TOKENS, 1)
     }
-
-
-def headline(_: str, results: Results) -> str:
-    """Returns the sentences of README that say what `auto` keeps of each model's answers."""
-    cells = front_cells(results)
-    kept = (
-        f"{cells[one, 'auto', False].value:.2f} and {cells[one, FULL_CACHE, False].value:.2f} ({name})"
-        for one, name in MODELS.items()
-    )
-    text = "Share of right answers with the default policy `auto` at a quarter of the bytes, and with the full cache: "
-    return textwrap.fill(f"{text}{', '.join(kept)}.", 120)
-
-
-def systems_table(_: str, results: Results) -> str:
-    """Returns the table of README: the papers' systems at a quarter of the bytes."""
-    cells = front_cells(results)
-    on_gpu = {}
-    for row in device.read_rows(RESULTS / "h200.jsonl"):
-        if (row.get("measure"), row.get("context_tokens"), row.get("rows")) == ("latency", 131072, 1):
-            policy, _, budget = row["setting"].partition(" @ ")
-            if budget in ("", "25%"):
-                seconds = row["prefill_seconds"] + row["compress_seconds"]
-                on_gpu[policy] = f"{row['ms_per_token'][0]:.1f} ms", f"{seconds:.1f} s"
-    lines = []
-    for policy in ("exact", "auto", *SYSTEMS):
-        has_profile, name = policy not in ALL_TOKENS, NAMES[policy]
-        shown = [cells.get((MODEL, name, False)), *(cells.get((model, name, has_profile)) for model in MODELS)]
-        sized = shown[1] or shown[0]
-        size = f"{sized.bytes / 1e6:.1f} MB" if sized else "-"
-        scores = ("-" if cell is None else f"{cell.value:.2f}" for cell in shown)
-        times = on_gpu.get(policy, ("-", "-"))
-        lines.append(("`auto`" if policy == "auto" else name, size, *scores, *times))
-    models = (f"{MODELS[model]}, with profile" for model in OTHER_MODELS)
-    columns = ("", f"cache of {MODELS[MODEL]}", "as published", "with profile", *models, "per token", "prefill")
-    return markdown_table(columns, lines)
+    table = []
+    for name, setting, timed in FRONT:
+        line = lines.get(setting)
+        if line is None or line.mean is None:
+            shown = ("not measured",) * 3
+        else:
+            read = f", reads {line.read:.1%}" if line.held > 0.9 > line.read else ""
+            shown = f"{line.held:.1%}{read}", f"{line.mean.value:.2f}", _signed(line.difference)
+        table.append((name, *shown, times.get(timed, timed)))
+    columns = ("", "bytes", "right answers", "minus the full cache", "time per token")
+    return markdown_table(columns, table)
 
 
 def few_bits_summary(_: str, results: Results) -> str:
     """Returns the sentence of README that compares `auto` with all tokens in few bits."""
-    of_task = [rows for case, rows in few_bits_cases(results.rows).items() if case[1] == FRONT[0]]
+    of_task = [rows for case, rows in few_bits_cases(results.rows).items() if case[1] == LENGTHS[1]]
     parts = []
     for budget, kv_dtype in SUMMARY_PAIRS:
         found = [few_bits_difference(rows, budget, kv_dtype) for rows in of_task]
@@ -347,8 +332,8 @@ def lengths_table(argument: str, results: Results) -> str:
 
 def parts_table(_: str, results: Results) -> str:
     """Returns the scores of the parts of `auto` on `facts`, with paired differences to the full cache."""
-    labels = dict(zip(("task", "tokens", "question"), FRONT, strict=True))
-    rows = select(results.rows, model=MODEL, dtype="float32", seed=PARTS_SEED, **labels)
+    labels = dict(zip(("model", "task", "tokens", "question"), BY_BYTES, strict=True))
+    rows = select(results.rows, dtype="float32", seed=PARTS_SEED, **labels)
     lines = {line.setting: line for line in _lines(rows)}
     settings = {
         FULL_CACHE: ["exact", "exact"],
@@ -530,8 +515,7 @@ def device_table(argument: str, results: Results) -> str:
 
 
 BLOCKS: Mapping[str, Callable[[str, Results], str]] = {
-    "headline": headline,
-    "systems": systems_table,
+    "front": front_table,
     "matrices": matrix_images,
     "unsolved": unsolved_tasks,
     "settings": settings_table,
@@ -546,7 +530,7 @@ BLOCKS: Mapping[str, Callable[[str, Results], str]] = {
     "figures": figures_table,
     "device": device_table,
 }
-PARAGRAPHS = (headline, few_bits_summary)  # blocks that need no empty lines around them
+PARAGRAPHS = (few_bits_summary,)  # blocks that need no empty lines around them
 
 
 def intervals(rows: Sequence[Row]) -> str:

@@ -1,6 +1,6 @@
 """TriAttention (2026), for comparisons: tokens to which the mean query of later positions attends.
 
-    python -m experiments.triattention --task gsm8k_trace:256 --policy triattention --budget 128
+    python -m experiments.triattention --task gsm8k_trace:256 --policy triattention --budget 128slots
 
 The options are those of `experiments.evaluate`, whose policies the command completes with `triattention`.
 """

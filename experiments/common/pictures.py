@@ -30,7 +30,6 @@ class Cell(NamedTuple):
         has_profile: whether it has the heads of the model's profile.
         budget: percent of the bytes of a full bfloat16 cache.
         line: score, bytes, difference to the full cache, documents.
-        bytes: bytes of the cache of one text.
     """
 
     model: str
@@ -42,7 +41,6 @@ class Cell(NamedTuple):
     has_profile: bool
     budget: float
     line: Line
-    bytes: float
 
     @property
     def column(self) -> tuple[str, str, int, str]:

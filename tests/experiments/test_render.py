@@ -51,11 +51,11 @@ def cells():
 
 
 def test_cells_have_comparable_budgets(cells):
-    found = {(cell.policy, cell.has_profile, cell.budget): (cell.value, cell.bytes) for cell in cells}
+    found = {(cell.policy, cell.has_profile, cell.budget): (cell.value, cell.line.held) for cell in cells}
     assert found == {
-        ("full cache", False, 100): (1.0, 1000), ("auto", False, 25): (0.5, 250), ("auto", False, 12.5): (0.25, 125),
-        ("Chelsea", False, 25): (0.0, 250), ("Chelsea", True, 25): (1.0, 250),
-        ("kvpress KVzip", False, 25): (0.75, 250),
+        ("full cache", False, 100): (1.0, 1.0), ("auto", False, 25): (0.5, 0.25), ("auto", False, 12.5): (0.25, 0.125),
+        ("Chelsea", False, 25): (0.0, 0.25), ("Chelsea", True, 25): (1.0, 0.25),
+        ("kvpress KVzip", False, 25): (0.75, 0.25),
     }  # fmt: skip
     assert next(cell for cell in cells if cell.policy == "auto").line.difference.value == -0.5
     table = render.kvpress_table("", render.Results([], cells))

@@ -21,7 +21,7 @@ class LagKV(TopKPolicy):
     Attributes:
         lag_size: tokens of a partition.
         cross_scoring: whether partitions compete by their tokens' scores. Otherwise a token's score is its rank in its
-            partition, so that every partition keeps the same number. Of equal ranks the earlier token is dropped first;
+            partition, so that every partition keeps the same number. Of equal ranks the later token is dropped first;
             under `AdaKV` this prefers the first heads.
 
     Reference:

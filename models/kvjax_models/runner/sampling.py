@@ -133,6 +133,10 @@ def _biases(bias: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted((int(token), float(value)) for token, value in items))
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 GREEDY = Sampling()
 
 
@@ -150,10 +154,6 @@ class SamplingOptions(TypedDict, total=False):
     json_schema: Mapping[str, Any] | str | None
     grammar: str | None
     logit_bias: Mapping[int, float]
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 @state
