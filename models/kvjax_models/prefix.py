@@ -240,6 +240,14 @@ class Prefix:
         return {"texts": self.entries, "logits": self.logits, "recurrent": self.recurrent}
 
 
+class OtherModelError(ValueError):
+    """A save belongs to another model, tokenizer or dtype; `difference` names the first value that differs."""
+
+    def __init__(self, directory: object, difference: str) -> None:
+        super().__init__(f"the document in {directory} belongs to another model: {difference}")
+        self.difference = difference
+
+
 def open_save(directory: str | os.PathLike, manifest: Mapping[str, Any]) -> Save:
     """Opens the save of a prefix.
 
@@ -251,12 +259,13 @@ def open_save(directory: str | os.PathLike, manifest: Mapping[str, Any]) -> Save
 
     Raises:
         FileNotFoundError: if the directory has no save.
-        ValueError: if the save is damaged, or its manifest differs, with the first difference.
+        ValueError: if the save is damaged.
+        OtherModelError: if its manifest differs.
     """
     save = Save(directory)
     save.check()
     if difference := describe_difference(manifest, save.manifest):
-        raise ValueError(f"the document in {save.directory} belongs to another model: {difference}")
+        raise OtherModelError(save.directory, difference)
     return save
 
 

@@ -74,18 +74,20 @@ def test_generate_asks_a_saved_document(kvjax, answer, tmp_path):
     context, question, document = tmp_path / "context.txt", tmp_path / "question.txt", tmp_path / "document"
     context.write_text(CONTEXT)
     question.write_text(QUESTION)
-    saved = kvjax("generate", MODEL, f"--prompt_file={context}", "--max_new_tokens=64", f"--save_document={document}")
+    options = "--max_new_tokens=64", "--policy=uniform", "--budget=512 slots"
+    saved = kvjax("generate", MODEL, f"--prompt_file={context}", *options, f"--save_document={document}")
     assert "tokens read and saved" in saved.err
     with pytest.warns(UserWarning, match="is the name of a file") as hints:
         kvjax("generate", MODEL, f"--prompt={context}", "--max_new_tokens=64", f"--save_document={tmp_path / 'name'}")
     assert len(hints) == 1
     with pytest.raises(SystemExit, match="already has a saved document; open it"):
         kvjax("generate", MODEL, "--prompt=another text", f"--save_document={document}")
-    with pytest.raises(SystemExit, match=r"--policy is that of the saved document, Document.*policy='exact'"):
+    with pytest.raises(SystemExit, match=r"--policy is that of the saved document, Document.*policy='uniform'"):
         kvjax("generate", MODEL, f"--document={document}", "--prompt=x", "--policy=streaming_llm@64 slots")
     questions = [f"--prompt_file={question}"] * 2
-    output = kvjax("generate", MODEL, f"--document={document}", *questions, "--max_new_tokens=8").out
-    answers = output.split(f"== {question}\n")[1:]
+    asked = kvjax("generate", MODEL, f"--document={document}", *questions, "--max_new_tokens=8")
+    assert "[uniform: 2 answers about a text of" in asked.err
+    answers = asked.out.split(f"== {question}\n")[1:]
     assert [text.strip() for text in answers] == [answer.strip()] * 2
 
 

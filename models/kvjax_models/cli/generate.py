@@ -156,6 +156,7 @@ def _ask(options: Generate, document: Document, texts: list[str]) -> None:
         f"{len(texts)} answers about a text of {document.num_tokens} tokens",
         describe_prefix(document.prefix),
         f"{format_bytes(usage.cache_bytes)} for the questions and answers",
+        policy=document.options["policy"],
     )
 
 

@@ -141,10 +141,10 @@ class GenerationOptions(ModelOptions):
         """The policy with its budget."""
         return self.parse_policy(self.policy, self.budget)
 
-    def write_summary(self, *parts: str) -> None:
-        """Writes the policy and a description of what was done to standard error, unless `quiet`."""
+    def write_summary(self, *parts: str, policy: str | None = None) -> None:
+        """Writes the policy, by default the option, and what was done to standard error, unless `quiet`."""
         if not self.quiet:
-            write_status(f"[{self.choice}: {'; '.join(parts)}]")
+            write_status(f"[{policy or self.choice}: {'; '.join(parts)}]")
 
     def check(self) -> None:
         """Checks the options before a model is loaded; invalid policies and sampling raise a ValueError, too.

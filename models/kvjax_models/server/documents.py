@@ -26,6 +26,7 @@ from kvjax_models import atomic_io
 from kvjax_models.cache import CachedModel, encode_text, open_document, read_steps
 from kvjax_models.citations import full_heads
 from kvjax_models.document import Document
+from kvjax_models.prefix import OtherModelError
 from kvjax_models.runner.auto_policy import cache_options
 from kvjax_models.server.conversations import Conversations
 from kvjax_models.server.errors import RequestError
@@ -115,20 +116,19 @@ class Documents:
         """Returns a document, which is read from the directory if it is not in memory.
 
         Raises:
-            RequestError: if the id is invalid or not known, or the files are damaged or of another model.
+            RequestError: if the id is invalid or not known, the files are damaged, or of another model.
         """
         saved = self._locate(name)
         if saved is not None and name not in self._in_memory:
             try:
                 document = open_document(self.cache.llm, saved)
+            except OtherModelError as error:
+                problem = f"is of another model or dtype ({error.difference}); start the server with that one"
+                raise RequestError(f"document {name!r} {problem}", 409, param="document", code="other_model") from error
             except Exception as error:  # damaged files may raise anything
                 logger.exception("document %s cannot be restored", name)
-                raise RequestError(
-                    f"document {name!r} cannot be restored: its files are damaged or of another model; delete it",
-                    409,
-                    param="document",
-                    code="document_damaged",
-                ) from error
+                problem = "cannot be restored, because its files are damaged; delete it"
+                raise RequestError(f"document {name!r} {problem}", 409, param="document", code="document_damaged") from error
             self._insert(name, document)
         self._in_memory.move_to_end(name)
         self._used[name] = time.time()
