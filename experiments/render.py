@@ -94,6 +94,7 @@ FRONT = (
     ("SubGen", "subgen:heads=auto @ 12.5%, int4", "0.99 of the full cache [2]"),
     ("ClusterGen", "clustergen:heads=auto @ 12.5%, int4", "not timed [1]"),
     ("ClusterKV", "clusterkv @ 12.5%", "clusterkv @ 12.5%"),
+    ("uniform sample", "uniform:heads=auto @ 12.5%, int4", "not timed [1]"),
 )
 CSV_COLUMNS = (
     "model", "task", "tokens", "question", "dtype", "metric", "setting", "held", "question_and_answer", "read",

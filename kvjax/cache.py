@@ -727,10 +727,12 @@ _append, _compact = per_device(_stage), per_device(_compact_shard)
 
 
 def _segments(cache: Cache, counters: Counters, tokens: int) -> tuple[Segment | BlockStoreRead, ...]:
-    """Returns what queries of the newest tokens read, the staging buffer last."""
+    """Returns what queries of the newest tokens read, the staging buffer last if the cache may have new tokens."""
     visible = stagings.num_visible_staged(counters, tokens)
-    policy_segments = cache.policy.segments(quantization.readable(cache.state), visible)
-    return (*policy_segments, stagings.staged_segment(cache.staging, counters, tokens))
+    segments = cache.policy.segments(quantization.readable(cache.state), visible)
+    if cache.spec.max_new_tokens == 0:
+        return segments
+    return (*segments, stagings.staged_segment(cache.staging, counters, tokens))
 
 
 def _attend(

@@ -14,7 +14,7 @@ from kvjax.shared import window as windows
 from kvjax.shared.window import Window, init_window
 from kvjax.staging import Counters, Staging, append, init_staging, take_staged
 from kvjax.state import state
-from tests.kvjax.support import each, make_spec, row_keys
+from tests.kvjax.support import POLICIES, each, make_spec, make_stream, prefilled, row_keys
 
 BATCH, SLOTS, WIDEST = 3, 6, 3
 SPEC = make_spec(head_dim=2, rope_frequencies=None)
@@ -153,3 +153,12 @@ def test_a_staging_buffer_takes_at_most_max_new_tokens(new, compact_every, slots
     cache, counters = kvjax.init(kvjax.Uniform(20, 2, 6, compact_every), make_spec(new=new), row_keys())
     assert counters.slots == cache.spec.staging_slots == slots
     assert cache.staging.keys.shape[2] == -(-slots // 8) * 8
+
+
+@pytest.mark.parametrize("name", ["exact", "streaming_llm", "clusterkv"])
+def test_a_cache_for_a_prompt_alone_can_be_read(name):
+    query = make_stream(seed=1).queries[:, :1]
+    outputs = [
+        kvjax.normalize(kvjax.attend(*prefilled(POLICIES[name], spec=make_spec(new=new)), query)) for new in (0, 24)
+    ]
+    np.testing.assert_allclose(*outputs, atol=1e-6)
