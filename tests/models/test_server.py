@@ -743,7 +743,9 @@ def test_names_a_full_disk_and_damaged_files(cache, tmp_path):
         assert secret.is_dir()
     with Server(make_llm(max_length=500).cache(), settings) as server:
         error = refuse(server, document="four", status=409)
-        assert error["code"] == "other_model" and "512, not 500" in error["message"] and "damaged" not in error["message"]
+        assert (
+            error["code"] == "other_model" and "512, not 500" in error["message"] and "damaged" not in error["message"]
+        )
 
 
 # --- the page ---

@@ -128,7 +128,9 @@ class Documents:
             except Exception as error:  # damaged files may raise anything
                 logger.exception("document %s cannot be restored", name)
                 problem = "cannot be restored, because its files are damaged; delete it"
-                raise RequestError(f"document {name!r} {problem}", 409, param="document", code="document_damaged") from error
+                raise RequestError(
+                    f"document {name!r} {problem}", 409, param="document", code="document_damaged"
+                ) from error
             self._insert(name, document)
         self._in_memory.move_to_end(name)
         self._used[name] = time.time()
