@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvjax_models.formats.tokenizer import Tokenizer
@@ -33,6 +33,20 @@ class Tool(NamedTuple):
 
     name: str
     parameters: Mapping[str, Any]
+
+    def takes(self, arguments: Any) -> bool:
+        """Returns whether a call has the required arguments, and no others than the schema names.
+
+        Calls after a mark follow the schema by their grammar; a call in a block of code is not constrained.
+        """
+        if not isinstance(arguments, dict) or any(
+            name not in arguments for name in self.parameters.get("required", ())
+        ):
+            return False
+        properties = self.parameters.get("properties")
+        return (
+            properties is None or bool(self.parameters.get("additionalProperties")) or arguments.keys() <= {*properties}
+        )
 
 
 class ToolCall(NamedTuple):
@@ -150,12 +164,12 @@ class Form:
         ends = (start[:size] for start in self.starts for size in range(1, len(start)))
         return None, len(text) - max((len(end) for end in ends if text.endswith(end)), default=0)
 
-    def read(self, text: str, names: Collection[str]) -> tuple[list[tuple[str, str]], int]:
+    def read(self, text: str, tools: Mapping[str, Tool]) -> tuple[list[tuple[str, str]], int]:
         """Reads calls.
 
         Args:
             text: text that starts with calls.
-            names: names of the tools; JSON without one of them is not a call.
+            tools: the tools by name; JSON that no tool takes is not a call.
 
         Returns:
             Name and arguments of the complete calls, and where they end.
@@ -168,7 +182,7 @@ class Form:
                 name, arguments = call["name"], call.get(self.arguments, {})
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 break
-            if name not in names:
+            if name not in tools or not tools[name].takes(arguments):
                 break
             calls.append((name, json.dumps(arguments, ensure_ascii=False)))
             end = _length_between(text, place)
@@ -219,13 +233,14 @@ class CallReader:
         calls: the calls up to now.
     """
 
-    def __init__(self, form: Form, names: Collection[str]) -> None:
+    def __init__(self, form: Form, tools: Iterable[Tool]) -> None:
         """Starts an answer.
 
         Args:
             form: how calls are written.
         """
-        self._form, self._names, self._text, self._num_taken = form, names, "", 0
+        self._form, self._text, self._num_taken = form, "", 0
+        self._tools = {tool.name: tool for tool in tools}
         self.calls: list[ToolCall] = []
 
     def push(self, text: str, *, is_finished: bool) -> tuple[str, list[ToolCall]]:
@@ -241,7 +256,7 @@ class CallReader:
         start, end = self._form.find(self._text)
         new: list[ToolCall] = []
         if start is not None:
-            calls, length = self._form.read(self._text[start:], self._names)
+            calls, length = self._form.read(self._text[start:], self._tools)
             new = [ToolCall(_new_id(), *call) for call in calls[len(self.calls) :]]
             self.calls += new
             if is_finished:  # an incomplete call, or what follows the calls

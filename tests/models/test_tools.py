@@ -22,7 +22,6 @@ ADD = {
     "$defs": {"small": {"enum": [1, 2]}},
 }
 TOOLS = [Tool("add", ADD), Tool("now", {"type": "object", "properties": {}})]
-NAMES = ["add", "now"]
 ONE = {
     HERMES: '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 2}}\n</tool_call>',
     MISTRAL: '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 3, "b": 2}}]',
@@ -85,16 +84,25 @@ def test_hermes_calls_may_have_no_mark_and_their_number_is_bounded(tokenizer):
     assert read(HERMES, [text]) == ("", [("now", {}), ("add", {"a": 1, "b": 2})])
 
 
-@pytest.mark.parametrize("name, is_call", [("add", True), ("other", False)])
-def test_a_block_of_code_may_be_a_call(name, is_call):
-    text = f'```json\n{{\n  "name": "{name}",\n  "arguments": {{"a": 1}}\n}}\n```'
+@pytest.mark.parametrize(
+    "name, arguments, is_call",
+    [
+        ("add", {"a": 1, "b": 2}, True),
+        ("other", {}, False),
+        ("add", {"a": 1}, False),  # lacks an argument
+        ("now", {"properties": {}, "type": "object"}, False),  # small models repeat the schema
+        ("now", [], False),
+    ],
+)
+def test_a_block_of_code_may_be_a_call(name, arguments, is_call):
+    text = f'```json\n{{\n  "name": "{name}",\n  "arguments": {json.dumps(arguments)}\n}}\n```'
     for pieces in ([text], [*text]):
-        assert read(HERMES, pieces) == (("", [("add", {"a": 1})]) if is_call else (text, []))
+        assert read(HERMES, pieces) == (("", [(name, arguments)]) if is_call else (text, []))
 
 
 def read(template, pieces):
     """Returns the text and the calls of an answer in pieces."""
-    reader = CallReader(form_of(template), NAMES)
+    reader = CallReader(form_of(template), TOOLS)
     parts = [reader.push(piece, is_finished=number == len(pieces) - 1) for number, piece in enumerate(pieces)]
     assert [call for _, calls in parts for call in calls] == reader.calls
     return "".join(text for text, _ in parts), [(one.name, json.loads(one.arguments)) for one in reader.calls]
@@ -126,7 +134,7 @@ def test_calls_end_where_json_of_another_kind_follows():
 
 
 def test_calls_arrive_when_they_are_complete():
-    reader = CallReader(form_of(HERMES), NAMES)
+    reader = CallReader(form_of(HERMES), TOOLS)
     assert reader.push(ONE[HERMES] + NOW[:-15], is_finished=False)[1] == reader.calls and len(reader.calls) == 1
     assert reader.push(NOW[-15:], is_finished=True)[1] == reader.calls[1:] and len(reader.calls) == 2
     ids = [one.id for one in reader.calls]

@@ -287,17 +287,21 @@ class ChatRequest(_Generation, kw_only=True):
             )
         return form
 
-    def calls(self, tokenizer: Tokenizer) -> tuple[Form, list[str]] | None:
-        """Returns the form of calls and the names of the tools; None if the model may not call any."""
+    def calls(self, tokenizer: Tokenizer) -> tuple[Form, list[Tool]] | None:
+        """Returns the form of calls and the tools; None if the model may not call any."""
         form = self.call_form(tokenizer)
-        return None if form is None else (form, [one.function.name for one in self.tools])
+        return None if form is None else (form, self._functions)
+
+    @property
+    def _functions(self) -> list[Tool]:
+        return [Tool(one.function.name, one.function.parameters or {}) for one in self.tools]
 
     def constraint(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """As for other requests; with tools, a grammar of calls."""
         if (form := self.call_form(tokenizer)) is None:
             return super().constraint(tokenizer)
         choice = self.tool_choice
-        tools = [one.function for one in self.tools]
+        tools = self._functions
         if isinstance(choice, NamedTool):
             tools = [one for one in tools if one.name == choice.function.name]
             if not tools:
@@ -307,7 +311,7 @@ class ChatRequest(_Generation, kw_only=True):
                 )
         return {
             "grammar": form.grammar(
-                [Tool(one.name, one.parameters or {}) for one in tools],
+                tools,
                 tokenizer,
                 is_required=choice != "auto",
                 is_parallel=self.parallel_tool_calls,
