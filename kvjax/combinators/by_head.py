@@ -87,7 +87,8 @@ class ByHead(CombinedPolicies[ByHeadState]):
         if any(one != sizes[0] for one in sizes):
             raise ValueError(
                 f"ByHead: each of {spec.head_shards} devices has {local} KV heads and needs as many heads of every "
-                f"policy as the others, got {[list(one.values()) for one in sizes]}"
+                f"policy as the others, got {[list(one.values()) for one in sizes]}; let devices share slots in place "
+                "of heads (`sequence` of make_mesh, --mesh_sequence)"
             )
         group_size = spec.query_heads // spec.kv_heads
         index: list[HeadIndex] = []
