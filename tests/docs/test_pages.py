@@ -15,6 +15,7 @@ import pytest
 import kvjax
 from kvjax.registry import POLICIES
 from kvjax_models import known_models, profile
+from tests.kvjax.support import each
 from tests.models import tiny
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -50,7 +51,7 @@ def test_the_readme_is_short_and_code_has_88_columns():
         assert [line for line in lines if len(line) > 88] == [], page
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON)
+@pytest.mark.parametrize("page", each(WITH_PYTHON, quick={*WITH_PYTHON} - {"documents.md", "which_policy.md"}))
 def test_python_runs(page, tmp_path, monkeypatch, capsys):
     """A tiny random chat model replaces the known model, so that output is compared only for programs without one."""
     monkeypatch.chdir(tmp_path)
@@ -126,6 +127,7 @@ def test_docstrings_become_restructured_text(extensions):
     assert escape(["Text `a", "b`."]) == ["Text `a b`."]
 
 
+@pytest.mark.heavy
 def test_pictures_show_the_entries_of_policies(monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS))
     import pictures

@@ -75,6 +75,7 @@ def test_pages_and_clusters_select_what_a_loop_selects(tmp_path):
     assert all(found[name, "hit_rate_1"] <= found[name, "hit_rate_2"] for name in {name for name, _ in found})
 
 
+@pytest.mark.heavy
 def test_the_walk_is_balanced_and_errors_decrease_with_samples(tmp_path):
     theory.main(theory.Options(
         seeds=4, queries=16, keys=1024, walk=("16,1,1",), stream=("tight",), head_dim=32, output_dir=tmp_path

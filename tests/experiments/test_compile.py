@@ -42,7 +42,8 @@ OPS |= {"soft_match": 7, "balanced_walk": 4}
 @pytest.mark.parametrize(
     "policies, ops",
     [
-        pytest.param(SYSTEMS, ("soft_match", "balanced_walk", "select_blocks"), id="systems"),
+        pytest.param(("exact", "clusterkv_residual"), ("select_blocks",), id="two policies"),
+        pytest.param(SYSTEMS, ("soft_match", "balanced_walk"), id="systems", marks=pytest.mark.heavy),
         pytest.param((), OPS, id="every policy and kernel", marks=pytest.mark.heavy),
     ],
 )
@@ -58,9 +59,8 @@ def test_kernels_and_decoding_compile_for_a_tpu(policies, ops, tmp_path):
     decoding = {name.split()[0]: row for name, row in rows.items() if name not in kernels and "two groups" not in name}
     assert decoding.pop("prefill")["kernels"] == 1
     for programs, groups in ((decoding, 1), (of_groups, 2)):
-        assert {name: programs[name]["kernels"] for name in SYSTEMS} == {
-            name: 2 * groups * number for name, number in SYSTEMS.items()
-        }
+        for name in policies or SYSTEMS:
+            assert programs[name]["kernels"] == 2 * groups * SYSTEMS[name], name
     assert all(row["kernels"] >= 2 for row in decoding.values())
 
 

@@ -1,9 +1,12 @@
 """The load of an engine, with a tiny model."""
 
+import pytest
+
 from experiments.engine_load import Load, Options
 from tests.models import tiny
 
 
+@pytest.mark.heavy
 def test_mixed_requests_are_compared_with_those_alone():
     load = Load(Options(requests=6, rows=3, seed=1), tiny.make_lively_llm())
     values = load.measure_requests()

@@ -269,6 +269,7 @@ def test_invalid_rows_and_a_second_writer_are_refused(tmp_path):
         read_rows([path])
 
 
+@pytest.mark.heavy
 def test_the_command_runs_several_tasks(monkeypatch, tmp_path):
     monkeypatch.setattr(evaluate, "load_model", lambda name, dtype: tiny.make_llm())
     options = evaluate.Options(

@@ -27,6 +27,7 @@ def planned(directory, *arguments, **changes):
     return {(one["setting"], one["metric"]): one for one in figures(directory / "pod_plan.json")}
 
 
+@pytest.mark.heavy
 @needs_compiler
 def test_a_plan_reports_programs_that_do_not_fit(tmp_path):
     """Sixteen texts of two million tokens: exact holds 1 GB of each of them on every chip."""

@@ -33,6 +33,7 @@ def measure(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.heavy
 def test_latency_is_relative_to_the_full_cache(measure, tmp_path):
     policies = ("snapkv:window_size=16,compact_every=8", "clusterkv:compact_every=8", "kvzip:compact_every=8")
     found = measure("latency", policy=policies, budget=("70%",), context_tokens=(200,), tokens=2, prefill_chunk=64)
@@ -111,6 +112,7 @@ def test_first_answers_are_of_new_processes(measure, monkeypatch):
     assert 0 < found["warm_seconds"] < found["cold_seconds"] and found["stored_seconds"] > 0
 
 
+@pytest.mark.heavy
 def test_every_policy_uses_the_memory_of_the_full_cache(measure, capsys):
     policies = ("streaming_llm@25%", "quest@64slots", "kvzip@2slots")
     found = measure("throughput", policy=policies, context_tokens=(192,), answer_tokens=64, full_rows=(2,))

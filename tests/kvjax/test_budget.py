@@ -11,7 +11,7 @@ import kvjax
 from kvjax.budget import abstract_cache, fit_bytes, limited_bytes, min_budget, row_bytes
 from kvjax.registry import POLICIES, PolicyChoice, resolve_policy
 from kvjax.spec import TILE, round_to_tiles
-from tests.kvjax.support import make_spec
+from tests.kvjax.support import each, make_spec
 
 NAMES = [name for name in POLICIES if name != "exact"]
 VARIANTS = [
@@ -47,7 +47,7 @@ def test_the_smallest_budget_of_combined_policies():
     assert min_budget(lambda slots: kvjax.Uniform(slots, sinks=3, recent=slots // 4), make_spec()) == 5
 
 
-@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.settings(deadline=None, max_examples=25)
 @hypothesis.given(
     name=st.sampled_from(NAMES),
     head_dim=st.sampled_from([16, 64, 128]),
@@ -104,7 +104,7 @@ SLOTS = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", each(NAMES, quick=("subgen", "chelsea", "snapkv", "clusterkv")))
 def test_slots_of_a_share(name):
     spec = make_spec(1, 2003, 61, layers=2, dtype=jnp.bfloat16)
     shares = ((None, "25%"), ("int4", "25%"), (("int4", "int2"), "50%"))

@@ -407,6 +407,7 @@ def test_attention_received_from_repetitions_equals_the_scores_of_the_policy(opt
     assert scored == [True, False, True]
 
 
+@pytest.mark.heavy
 def test_weights_of_repetitions_are_gradients_and_norms():
     """The reference reads the prompt and one repetition as one text, and adds zeros to each attention output."""
     policy = kvjax.KVgrad(40, instruction=(1, 2), continuation=(3,), suffix=(4,), chunk_tokens=50)

@@ -131,7 +131,7 @@ def test_two_processes_generate_the_same_with_every_policy():
         heavy("dense", "chelsea", 2, 4),
         heavy("dense", "by_head", 4, 2),
         heavy("hybrid", "exact", 1, 8),
-        ("hybrid", "exact", 2, 4),
+        heavy("hybrid", "exact", 2, 4),
         ("convolution", "exact", 2, 4),
     ],
 )
@@ -208,7 +208,7 @@ def test_a_state_saved_on_one_mesh_continues_on_another(kind, tmp_path):
 
 
 @needs_devices
-@pytest.mark.parametrize("name", ["snapkv", heavy("chelsea"), heavy("exact")])
+@pytest.mark.parametrize("name", [heavy("snapkv"), heavy("chelsea"), heavy("exact")])
 def test_documents_on_a_mesh(name):
     """Entries of a text and tails are sharded along heads, also in an engine with rows of several sizes."""
 

@@ -117,6 +117,7 @@ def test_later_prompts_and_forks_continue_the_state(llm):
     assert forked[::2] == rows
 
 
+@pytest.mark.heavy
 def test_repetitions_continue_the_states_of_their_prompts(llm):
     """The keys of a repetition equal those of a text that continues the prompt by it."""
     model, tokens = llm.model, np.asarray([PROMPTS[0][:64]], np.int32)
@@ -137,6 +138,7 @@ def test_repetitions_continue_the_states_of_their_prompts(llm):
         np.testing.assert_allclose(keys[:size], key[0, 64:], atol=5e-4)
 
 
+@pytest.mark.heavy
 def test_auto_measures_a_profile(llm):
     text = "".join(chr(97 + (i * i) % 26) for i in range(2000))
     answer, usage = llm.cache("auto", "25%").generate(text, max_new_tokens=8, return_details=True)
@@ -149,7 +151,7 @@ QUESTIONS = [f"question {number * number} of {letter}" for number, letter in enu
 @pytest.mark.parametrize(
     ("kind", "policy", "budget"),
     [
-        ("gated delta", "exact", None),
+        pytest.param("gated delta", "exact", None, marks=pytest.mark.heavy),
         ("gated delta", "snapkv", 64),
         ("short convolution", "kvzip", 64),
     ],

@@ -764,7 +764,7 @@ def test_the_page_shows_answers_as_text(server):
 @pytest.mark.parametrize(
     ("prompt", "capacity", "note", "error", "button"),
     [
-        ("~", 1000, "256 tokens", "", "Continue"),
+        pytest.param("~", 1000, "256 tokens", "", "Continue", marks=pytest.mark.heavy),
         ("?", 1000, "7 tokens", "", None),
         ("~", 64, "", "The conversation is full", "New conversation"),
     ],
