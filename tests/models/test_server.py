@@ -698,6 +698,14 @@ def test_a_warm_server_compiles_nothing_for_usual_requests(random_llm):
         assert num_compiled() <= 4  # two rows joined one by one: a layer and the rest, taken and inserted
 
 
+def test_stored_documents_are_restored_at_the_start(random_llm, tmp_path):
+    settings = {"documents_dir": str(tmp_path), "warm_up": True}
+    with Server(random_llm.cache("streaming_llm", "50%"), settings) as server:
+        assert server.post(DOCUMENTS, id="one", text=TEXT_OF_DOCUMENT)[0] == 200
+    with Server(random_llm.cache("streaming_llm", "50%"), settings) as server:
+        assert server.request("GET", DOCUMENTS)[1]["data"][0]["in_memory"]
+
+
 def largest_file(directory):
     return max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
 

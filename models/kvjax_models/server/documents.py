@@ -120,24 +120,37 @@ class Documents:
         """
         saved = self._locate(name)
         if saved is not None and name not in self._in_memory:
-            try:
-                document = open_document(self.cache.llm, saved)
-            except OtherModelError as error:
-                problem = f"is of another model or dtype ({error.difference}); start the server with that one"
-                raise RequestError(f"document {name!r} {problem}", 409, param="document", code="other_model") from error
-            except Exception as error:  # damaged files may raise anything
-                logger.exception("document %s cannot be restored", name)
-                problem = "cannot be restored, because its files are damaged; delete it"
-                raise RequestError(
-                    f"document {name!r} {problem}", 409, param="document", code="document_damaged"
-                ) from error
-            self._insert(name, document)
+            self._insert(name, self._open(name, saved))
         self._in_memory.move_to_end(name)
         self._used[name] = time.time()
         if saved is not None:
             with contextlib.suppress(OSError):
                 os.utime(saved)
         return self._in_memory[name]
+
+    def _open(self, name: str, saved: pathlib.Path) -> Document:
+        """Reads a document from the directory; an error says why it cannot be used."""
+        try:
+            return open_document(self.cache.llm, saved)
+        except OtherModelError as error:
+            problem = f"is of another model or dtype ({error.difference}); start the server with that one"
+            raise RequestError(f"document {name!r} {problem}", 409, param="document", code="other_model") from error
+        except Exception as error:  # damaged files may raise anything
+            logger.exception("document %s cannot be restored", name)
+            problem = "cannot be restored, because its files are damaged; delete it"
+            raise RequestError(
+                f"document {name!r} {problem}", 409, param="document", code="document_damaged"
+            ) from error
+
+    def restore_last(self, count: int) -> Iterator[Document]:
+        """Reads the documents that were used last into memory, in this order, and skips those that cannot be used."""
+        for name in sorted(self._used, key=self._used.__getitem__)[-count:]:
+            used = self._used[name]
+            with contextlib.suppress(RequestError):
+                if name not in self._in_memory and (saved := self._find_saved(name)) is not None:
+                    self._insert(name, self._open(name, saved))
+                    self._used[name] = used
+                    yield self._in_memory[name]
 
     def describe(self, name: str) -> dict[str, Any]:
         """Returns the sizes of a document, of how many KV heads it keeps every token, and whether answers can cite."""

@@ -8,6 +8,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import itertools
 import math
 import queue
 import threading
@@ -36,6 +37,7 @@ _PROMPT_TOKENS = 8192  # of a prompt by default
 _WARM_PROMPTS = ([64], [256], [512], [768], [1024], [1536], [2048], [64, 64], [64, 64, 64, 64])
 _WARM_QUESTIONS = ([24], [24, 24])  # of questions to a document
 _WARM_TOKENS = 33
+_WARM_DOCUMENTS = 4  # stored ones, which are restored before the server is ready
 _LIMITS = (
     "rows", "max_prompt_tokens", "max_new_tokens", "max_queue", "cache_bytes", "documents_bytes", "conversations"
 )  # fmt: skip
@@ -384,7 +386,7 @@ class Worker:
             self._jobs = self._make_jobs()
             self.documents = Documents(cache, self.settings, self.conversations, self._row_bytes, self._warm_up)
             logger.info("%s is loaded: %s", self._name, self._describe())
-            for _ in self._warm_up(None):
+            for _ in itertools.chain(self._warm_up(None), self._warm_up_stored()):
                 if self._is_stopping:
                     return
                 self._jobs.step()
@@ -442,6 +444,13 @@ class Worker:
             self._jobs.probe(lengths, document, max_new_tokens, 1 if number else _WARM_TOKENS)
             while self._jobs.probes:
                 yield
+
+    def _warm_up_stored(self) -> Iterator[None]:
+        """Restores the documents that were used last, and compiles programs of questions to them."""
+        assert self.documents is not None
+        if self.settings.warm_up:
+            for document in self.documents.restore_last(_WARM_DOCUMENTS):
+                yield from self._warm_up(document)
 
     def _start(self, job: Job) -> None:
         """Adds a job to the engine."""
