@@ -54,7 +54,10 @@ def speed_programs(options: speed.Options, layers: int, sharding: jax.sharding.S
     """Yields the names of a speed step's programs, and functions that lower them."""
     llm = abstract_llm(options.shape, layers)
     for context in options.context_tokens:
-        generators, rows = speed.latency_generators(options, llm, context)
+        # A share that is possible in all layers can be too small for few of them, as ClusterKV's first ones are full.
+        generators, rows = speed.latency_generators(options, abstract_llm(options.shape), context)
+        of_few, _ = speed.latency_generators(options, llm, context)
+        generators |= of_few
         tokens, config = -(-context // options.prefill_chunk) * options.prefill_chunk, llm.model.config
         policies = [generator.policies[-1] for generator in generators.values()]
         num_queries = max(policy.requires.num_prompt_queries(tokens) for policy in policies)
