@@ -257,12 +257,13 @@ def front_table(_: str, results: Results) -> str:
     for name, setting, timed in FRONT:
         line = lines.get(setting)
         if line is None or line.mean is None:
-            shown = ("not measured",) * 3
+            shown = "not measured", "", "", ""
         else:
             read = f", reads {line.read:.1%}" if line.held > 0.9 > line.read else ""
-            shown = f"{line.held:.1%}{read}", f"{line.mean.value:.2f}", _signed(line.difference)
+            answers = f"{line.mean.value:.2f}", _signed(line.difference), str(line.documents)
+            shown = f"{line.held:.1%}{read}", *answers
         table.append((name, *shown, times.get(timed, timed)))
-    columns = ("", "bytes", "right answers", "minus the full cache", "time per token")
+    columns = ("", "bytes", "right answers", "minus the full cache", "texts", "time per token")
     return markdown_table(columns, table)
 
 
