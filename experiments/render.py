@@ -80,7 +80,7 @@ MODELS = {"smollm2-135m": "SmolLM2-135M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0
 BY_BYTES = "smollm2-135m", "facts", 1024, "unseen"  # model, task, tokens and question of the picture by bytes
 LENGTHS = ("qwen2.5-coder-0.5b", "facts")  # model and task of the picture by length, and of README
 FRONT_TOKENS, FRONT_GPU_TOKENS = 8192, 131072  # of README's answers and times
-# Rows of README: name, setting of the answers, and the setting of the time or the reason why there is none. The papers'
+# Rows of README: name, setting of the answers, and the setting of the time or why it is missing. The papers'
 # systems were timed with equal heads, because a model with random weights has no profile.
 FRONT = (
     ("full cache", "exact", "exact"),

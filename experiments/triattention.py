@@ -2,7 +2,7 @@
 
     python -m experiments.triattention --task gsm8k_trace:256 --policy triattention --budget 128slots
 
-The options are those of `experiments.evaluate`, whose policies the command completes with `triattention`.
+It has the options of `experiments.evaluate`, whose policies the command completes with `triattention`.
 """
 
 import dataclasses

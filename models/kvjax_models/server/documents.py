@@ -143,7 +143,7 @@ class Documents:
             ) from error
 
     def restore_last(self, count: int) -> Iterator[Document]:
-        """Reads the documents that were used last into memory, in this order, and skips those that cannot be used."""
+        """Reads the documents that were used last into memory, in this order, and skips damaged ones."""
         for name in sorted(self._used, key=self._used.__getitem__)[-count:]:
             used = self._used[name]
             with contextlib.suppress(RequestError):
