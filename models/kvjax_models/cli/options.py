@@ -142,7 +142,7 @@ class GenerationOptions(ModelOptions):
         return self.parse_policy(self.policy, self.budget)
 
     def write_summary(self, *parts: str, policy: str | None = None) -> None:
-        """Writes the policy, by default the option, and what was done to standard error, unless `quiet`."""
+        """Writes a policy (by default the option) and a description of the work to standard error, unless `quiet`."""
         if not self.quiet:
             write_status(f"[{policy or self.choice}: {'; '.join(parts)}]")
 
