@@ -52,12 +52,11 @@ def abstract_llm(name: str, layers: int | None = None) -> LanguageModel:
 
 def speed_programs(options: speed.Options, layers: int, sharding: jax.sharding.Sharding) -> Iterator[tuple[str, Lower]]:
     """Yields the names of a speed step's programs, and functions that lower them."""
-    llm = abstract_llm(options.shape, layers)
+    llm, of_all_layers = abstract_llm(options.shape, layers), abstract_llm(options.shape)
     for context in options.context_tokens:
         # A share that is possible in all layers can be too small for few of them, as ClusterKV's first ones are full.
-        generators, rows = speed.latency_generators(options, abstract_llm(options.shape), context)
-        of_few, _ = speed.latency_generators(options, llm, context)
-        generators |= of_few
+        generators, rows = speed.latency_generators(options, of_all_layers, context)
+        generators |= speed.latency_generators(options, llm, context)[0]
         tokens, config = -(-context // options.prefill_chunk) * options.prefill_chunk, llm.model.config
         policies = [generator.policies[-1] for generator in generators.values()]
         num_queries = max(policy.requires.num_prompt_queries(tokens) for policy in policies)

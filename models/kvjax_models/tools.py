@@ -39,14 +39,12 @@ class Tool(NamedTuple):
 
         Calls after a mark follow the schema by their grammar; a call in a block of code is not constrained.
         """
-        if not isinstance(arguments, dict) or any(
-            name not in arguments for name in self.parameters.get("required", ())
-        ):
+        if not isinstance(arguments, dict) or not {*self.parameters.get("required", ())} <= arguments.keys():
             return False
-        properties = self.parameters.get("properties")
-        return (
-            properties is None or bool(self.parameters.get("additionalProperties")) or arguments.keys() <= {*properties}
-        )
+        if "properties" not in self.parameters or "patternProperties" in self.parameters:
+            return True
+        allows_others = self.parameters.get("additionalProperties", False) is not False
+        return allows_others or arguments.keys() <= {*self.parameters["properties"]}
 
 
 class ToolCall(NamedTuple):

@@ -47,7 +47,7 @@ def test_the_smallest_budget_of_combined_policies():
     assert min_budget(lambda slots: kvjax.Uniform(slots, sinks=3, recent=slots // 4), make_spec()) == 5
 
 
-@hypothesis.settings(deadline=None, max_examples=25)
+@hypothesis.settings(deadline=None, max_examples=60)
 @hypothesis.given(
     name=st.sampled_from(NAMES),
     head_dim=st.sampled_from([16, 64, 128]),

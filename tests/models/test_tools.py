@@ -100,6 +100,13 @@ def test_a_block_of_code_may_be_a_call(name, arguments, is_call):
         assert read(HERMES, pieces) == (("", [(name, arguments)]) if is_call else (text, []))
 
 
+def test_arguments_that_the_schema_does_not_name():
+    names = {"properties": {"a": {}}}
+    for schema in ({}, names | {"additionalProperties": {}}, names | {"patternProperties": {"^b": {}}}):
+        assert Tool("f", schema).takes({"b": 1}), schema
+    assert not Tool("f", names).takes({"b": 1})
+
+
 def read(template, pieces):
     """Returns the text and the calls of an answer in pieces."""
     reader = CallReader(form_of(template), TOOLS)

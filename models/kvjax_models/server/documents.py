@@ -145,12 +145,13 @@ class Documents:
     def restore_last(self, count: int) -> Iterator[Document]:
         """Reads the documents that were used last into memory, in this order, and skips damaged ones."""
         for name in sorted(self._used, key=self._used.__getitem__)[-count:]:
-            used = self._used[name]
-            with contextlib.suppress(RequestError):
-                if name not in self._in_memory and (saved := self._find_saved(name)) is not None:
-                    self._insert(name, self._open(name, saved))
-                    self._used[name] = used
-                    yield self._in_memory[name]
+            try:
+                document = None if (saved := self._find_saved(name)) is None else self._open(name, saved)
+            except RequestError:
+                continue
+            if document is not None:
+                self._insert(name, document)
+                yield document
 
     def describe(self, name: str) -> dict[str, Any]:
         """Returns the sizes of a document, of how many KV heads it keeps every token, and whether answers can cite."""
@@ -250,6 +251,7 @@ class Documents:
                 if self._directory is not None:
                     self._save(document, self._directory / one)
                 self._insert(one, document)
+                self._used[one] = time.time()
         except RequestError:
             for one in names:
                 with contextlib.suppress(RequestError):
@@ -307,7 +309,7 @@ class Documents:
 
     def _insert(self, name: str, document: Document) -> None:
         """Holds a document in memory; the ones used least recently are in the directory only."""
-        self._in_memory[name], self._used[name] = document, time.time()
+        self._in_memory[name] = document
         self.make_room()
 
     def _save(self, document: Document, path: pathlib.Path) -> None:

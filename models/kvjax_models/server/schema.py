@@ -294,6 +294,7 @@ class ChatRequest(_Generation, kw_only=True):
 
     @property
     def _functions(self) -> list[Tool]:
+        """The tools as the parser of calls takes them."""
         return [Tool(one.function.name, one.function.parameters or {}) for one in self.tools]
 
     def constraint(self, tokenizer: Tokenizer) -> dict[str, Any]:
