@@ -259,6 +259,7 @@ SYSTEM_OF_QUESTION = (
 )
 REPEATING = START + "{{ messages[-1].content }}\n" + tiny.TEMPLATE
 LOWER = START + tiny.TEMPLATE.replace("message.content", "message.content | lower")
+WITH_OPTIONS = START + "{% if brief %}Be brief.\n{% endif %}" + tiny.TEMPLATE + "{% if think %}<think>{% endif %}"
 
 
 def with_template(template):
@@ -296,6 +297,14 @@ def test_templates_that_cannot_be_split_are_refused():
         document.ask("A question that has more than forty characters")
     # Without the template, any text is read.
     assert with_template(REPEATING).cache(EXACT).read(TEXT, chat=False).generate("x", max_new_tokens=2)
+
+
+def test_template_options_of_a_question_must_not_change_the_text():
+    document = with_template(WITH_OPTIONS).cache(EXACT).read("Text.")
+    tokens = document.encode("Who?", template_options={"think": True})
+    assert document.tokenizer.decode(tokens[len(document.encode("Who?")) :]) == "<think>"
+    with pytest.raises(ValueError, match="template_options=.'brief': True. change how the chat template renders"):
+        document.encode("Who?", template_options={"brief": True})
 
 
 def test_a_conversation_is_a_question():
