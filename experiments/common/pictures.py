@@ -188,7 +188,7 @@ def score_by_length(panels: Mapping[int, Mapping[str, Sequence[Line]]], title: s
         The figure. Bars are 95% intervals over documents.
     """
     names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
-    colors = dict(zip(names, ("black", AUTO, AS_PUBLISHED, PROFILE, GRAY), strict=False))
+    colors = dict(zip(names, ("black", AUTO, AS_PUBLISHED, PROFILE, GRAY, "tab:brown", "tab:olive"), strict=False))
     figure, columns = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.6), sharey=True, squeeze=False)
     for axes, (tokens, curves) in zip(columns[0], sorted(panels.items()), strict=True):
         for name, lines in curves.items():
@@ -205,9 +205,9 @@ def score_by_length(panels: Mapping[int, Mapping[str, Sequence[Line]]], title: s
         axes.set_xlabel("bytes, % of the full cache's", fontsize=9)
     columns[0][0].set_ylabel("share of right answers", fontsize=9)
     handles = {name: one for axes in columns[0] for one, name in zip(*axes.get_legend_handles_labels(), strict=True)}
-    columns[0][-1].legend(handles.values(), handles.keys(), fontsize=8, loc="lower right")
     figure.suptitle(title, fontsize=10, x=0.02, ha="left")
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
+    figure.legend(handles.values(), handles.keys(), fontsize=8, loc="lower center", ncols=3)
     return figure
 
 
