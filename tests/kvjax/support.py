@@ -71,6 +71,7 @@ ROOMY = {
     for name in (
         *("cam", "h2o", "snapkv", "pyramidkv", "streaming_llm", "streaming_llm_reindexed", "uniform", "chelsea"),
         *("subgen_mean", "clusterkv", "clusterkv_residual", "quest", "leverage_scores", "attention_matching"),
+        "balancekv",
     )
 }
 ROOMY |= {"infinigen": kvjax.InfiniGen(HEAD_DIM, alpha=1e6, compact_every=8), "ada_kv": AdaKV(ROOMY["leverage_scores"])}

@@ -163,3 +163,12 @@ def test_the_mean_of_keys_costs_no_bits_and_is_computed_once():
     np.testing.assert_allclose(offset, np.mean(keys, axis=1), rtol=1e-5, atol=1e-5)
     later, _ = kvjax.compact(*kvjax.append(*state, stream.keys[:1, 40:44], stream.values[:1, 40:44]))
     np.testing.assert_array_equal(later.state.keys.offset, offset)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_vector_that_equals_the_offset_has_no_noise_beside_others(name):
+    offset, other = gaussian(2, 64)
+    vectors = jnp.stack([np.nextafter(offset, np.inf), other])
+    first, second = dequantize(quantize(vectors, name, jnp.asarray(offset)))
+    np.testing.assert_array_equal(first, offset)
+    assert np.linalg.norm(second - other) < 0.15 * np.linalg.norm(other - offset)
