@@ -75,8 +75,12 @@ UNIFORM = (
     ("smollm2-135m", "perplexity_books", 4096, "float32", "25%", "int8"),
     ("gemma-3-270m", "facts", 1024, "float32", "25%", "int8"),
     ("qwen2.5-coder-0.5b", "facts", 8192, "float32", "12.5%", "int4"),
+    ("qwen2.5-coder-0.5b", "niah_multivalue", 8192, "float32", "12.5%", "int4"),
 )
-MODELS = {"smollm2-135m": "SmolLM2-135M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B", "gemma-3-270m": "Gemma 3 270M"}
+MODELS = {
+    "smollm2-135m": "SmolLM2-135M", "gemma-3-270m": "Gemma 3 270M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B",
+    "qwen2.5-coder-1.5b": "Qwen2.5-Coder-1.5B",
+}  # fmt: skip
 BY_BYTES = "smollm2-135m", "facts", 1024, "unseen"  # model, task, tokens and question of the picture by bytes
 LENGTHS = ("qwen2.5-coder-0.5b", "facts")  # model and task of the picture by length, and of README
 FRONT_TOKENS, FRONT_GPU_TOKENS = 8192, 131072  # of README's answers and times
@@ -328,12 +332,18 @@ def lengths_table(argument: str, results: Results) -> str:
     }
     solved = {task: lines for task, lines in by_task.items() if lines[caches.FULL].mean is not None}
     held = {setting: line.held for lines in reversed(solved.values()) for setting, line in lines.items()}
+    documents = {task: lines[caches.FULL].documents for task, lines in solved.items()}
+
+    def score(task: str, setting: str) -> str:
+        line = solved[task].get(setting)
+        fewer = f", {line.documents} of them" if line is not None and line.documents < documents[task] else ""
+        return _with_difference(line) + fewer
+
     table = [
-        (setting, f"{held[setting]:.1%}", *(_with_difference(lines.get(setting)) for lines in solved.values()))
+        (setting, f"{held[setting]:.1%}", *(score(task, setting) for task in solved))
         for setting in sorted(held, key=lambda one: (-held[one], one))
     ]
-    documents = {task: lines[caches.FULL].documents for task, lines in solved.items()}
-    return markdown_table(("", "held", *(f"`{task}` ({count})" for task, count in documents.items())), table)
+    return markdown_table(("", "held", *(f"`{task}` ({count} texts)" for task, count in documents.items())), table)
 
 
 def parts_table(_: str, results: Results) -> str:
