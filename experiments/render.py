@@ -451,8 +451,8 @@ def kvpress_table(_: str, results: Results) -> str:
         for cell in (*(cell for cell in of_budget if cell.policy == "auto"), *best):
             line = cell.line
             values = f"{line.held:.1%}", f"{cell.value:.2f}", _signed(line.difference), str(line.documents)
-            lines.append((cell.policy, f"{cell.model}, {cell.task}", *values))
-    return markdown_table(("", "task", "held", "score", "minus the full cache", "documents"), lines)
+            lines.append((cell.policy, f"{cell.model}, {cell.task}, {cell.tokens:,}", *values))
+    return markdown_table(("", "task, tokens", "held", "score", "minus the full cache", "documents"), lines)
 
 
 def read_papers() -> list[tuple[str, dict[str, Any]]]:
