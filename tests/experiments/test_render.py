@@ -59,7 +59,10 @@ def test_cells_have_comparable_budgets(cells):
     }  # fmt: skip
     assert next(cell for cell in cells if cell.policy == "auto").line.difference.value == -0.5
     table = render.kvpress_table("", render.Results([], cells))
-    assert "| auto | m, facts | 25.0% | 0.50 |" in table and "| kvpress KVzip | m, facts | 25.0% | 0.75 |" in table
+    assert (
+        "| auto | m, facts, 100 | 25.0% | 0.50 |" in table
+        and "| kvpress KVzip | m, facts, 100 | 25.0% | 0.75 |" in table
+    )
 
 
 def test_pictures_have_a_cell_and_a_label_per_score(cells):
