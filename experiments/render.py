@@ -335,6 +335,7 @@ def lengths_table(argument: str, results: Results) -> str:
     documents = {task: lines[caches.FULL].documents for task, lines in solved.items()}
 
     def score(task: str, setting: str) -> str:
+        """Returns the score of a setting, and the number of its texts if it has fewer than the full cache."""
         line = solved[task].get(setting)
         fewer = f", {line.documents} of them" if line is not None and line.documents < documents[task] else ""
         return _with_difference(line) + fewer
