@@ -42,9 +42,9 @@ class Options(Flags):
 
     model: str = "smollm2-135m"  # Name of `kvjax models`, GGUF file or Hugging Face directory.
     task: tuple[str, ...] = repeatable("niah_single_2:docs")  # Tasks; repeatable.
-    policy: tuple[str, ...] = repeatable("exact", "snapkv")  # NAME or NAME:setting=value,...; repeatable.
+    policy: tuple[str, ...] = repeatable("exact", "snapkv")  # NAME[:setting=value,...][@budget][+format]; repeatable.
     budget: tuple[str, ...] = repeatable("25%")  # Share of the text's full bfloat16 cache, slots or bytes; repeatable.
-    kv_dtype: tuple[str, ...] = repeatable("none")  # Quantization formats (int8, int4, "int8,int4"); repeatable.
+    kv_dtype: tuple[str, ...] = repeatable("none")  # Quantization formats (int8, int4, "int4,int2"); repeatable.
     question: tuple[str, ...] = repeatable("unseen", choices=("unseen", "seen"))  # Repeatable.
     tokens: int = 2048  # Maximum number of tokens of prompt and answer.
     documents: int = 10  # Documents per task and seed.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import kvjax
 from kvjax.budget import Budget, abstract_cache, row_bytes, row_read_bytes
 from kvjax.policy import Policy
-from kvjax.quantization import KVDtype
+from kvjax.quantization import KVDtype, parse_kv_dtype
 from kvjax.registry import resolve_policy
 from kvjax_models import LanguageModel
 from kvjax_models.cache import CachedModel
@@ -75,25 +75,35 @@ class Setting:
 def parse_settings(
     policies: Sequence[str], budgets: Sequence[str], kv_dtypes: Sequence[str] = ("none",)
 ) -> list[Setting]:
-    """Returns every policy with every budget and format; a policy that names its budget ("snapkv@25%") has only that.
+    """Returns every policy with every budget and format.
 
     Args:
-        policies: policy strings.
+        policies: policy strings. A policy that names its budget ("snapkv@25%") or its format ("exact+int4",
+            "snapkv@25%+int8") has only that.
         budgets: budgets.
-        kv_dtypes: formats ("int8", "int8,int4"), or "none".
+        kv_dtypes: formats ("int8", "int4,int2"), or "none".
 
     Returns:
         The settings, without repetitions.
+
+    Raises:
+        ValueError: if a policy, a budget or a format is invalid.
     """
     settings = []
     for text in policies:
+        text, _, kv_dtype = text.partition("+")
         choice = NamedPolicy.parse(text)
         name = text.partition("@")[0]  # as it was written, because names identify rows
         parsed = [str(Budget.parse(budget)) for budget in budgets]
         sizes: Sequence[Any] = [str(choice.budget)] if choice.budget else parsed if choice.takes_budget else [None]
         settings += [
-            Setting(name, size, None if kv_dtype == "none" else kv_dtype) for size in sizes for kv_dtype in kv_dtypes
+            Setting(name, size, None if one == "none" else one)
+            for size in sizes
+            for one in ([kv_dtype] if kv_dtype else kv_dtypes)
         ]
+    for setting in settings:
+        if setting.kv_dtype != "bfloat16":  # turns the formats of a profile off
+            parse_kv_dtype(setting.formats)
     return list(dict.fromkeys(settings))
 
 

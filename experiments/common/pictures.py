@@ -1,5 +1,6 @@
 """Pictures of results: a matrix of policies and tasks per model, and score against bytes, also by length."""
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -188,7 +189,8 @@ def score_by_length(panels: Mapping[int, Mapping[str, Sequence[Line]]], title: s
         The figure. Bars are 95% intervals over documents.
     """
     names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
-    colors = dict(zip(names, ("black", AUTO, AS_PUBLISHED, PROFILE, GRAY, "tab:brown", "tab:olive"), strict=False))
+    palette = itertools.cycle(("black", AUTO, AS_PUBLISHED, PROFILE, GRAY, "tab:brown", "tab:olive"))
+    colors = dict(zip(names, palette, strict=False))
     figure, columns = plt.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.6), sharey=True, squeeze=False)
     for axes, (tokens, curves) in zip(columns[0], sorted(panels.items()), strict=True):
         for name, lines in curves.items():

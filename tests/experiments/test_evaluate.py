@@ -249,12 +249,16 @@ def test_traces_agree_with_the_full_cache_itself(llm, tmp_path):
 
 def test_policies_budgets_and_formats_are_combined():
     settings = caches.parse_settings(
-        ("exact", "snapkv", "uniform@64slots"), ("25%", "410 slots"), ("none", "int8,int4")
+        ("exact", "snapkv", "uniform@64slots"), ("25%", "410 slots"), ("none", "int4,int2")
     )
     assert list(map(str, settings[::2])) == ["exact", "snapkv @ 25%", "snapkv @ 410", "uniform @ 64"]
-    assert list(map(str, settings[1::2])) == [f"{one}, int8,int4" for one in settings[::2]]
-    assert settings[-1].formats == ("int8", "int4") and settings[0].formats is None
+    assert list(map(str, settings[1::2])) == [f"{one}, int4,int2" for one in settings[::2]]
+    assert settings[-1].formats == ("int4", "int2") and settings[0].formats is None
     assert (settings[-1].budget, settings[-1].label) == ("64 slots", "64")  # rows have slots without a unit
+    own_formats = caches.parse_settings(("exact+int4", "uniform@64slots+none", "exact"), ("25%",), ("int8",))
+    assert list(map(str, own_formats)) == ["exact, int4", "uniform @ 64", "exact, int8"]
+    with pytest.raises(ValueError, match="kv_dtype='in4' is not a quantization format"):
+        caches.parse_settings(("exact+in4",), ("25%",))
     for policies, budgets in ((("uniform@64",), ("25%",)), (("snapkv",), ("410",))):
         with pytest.raises(ValueError, match="has no unit; pass"):
             caches.parse_settings(policies, budgets)
