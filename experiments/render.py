@@ -236,9 +236,9 @@ def _lines(rows: Sequence[Row]) -> list[summarize.Line]:
 def matrices(cells: Iterable[Cell]) -> dict[tuple[str, str], list[Cell]]:
     """Returns the cells of every matrix, by model and question: without kvpress, of tasks with a compressed cache.
 
-    Models with most cells come first.
+    Models with most cells come first. Texts that are read through the cache have tables of their own.
     """
-    cells = [cell for cell in cells if not cell.policy.startswith(PRESS)]
+    cells = [cell for cell in cells if not (cell.policy.startswith(PRESS) or cell.task.startswith("stream_"))]
     compressed = {cell.column for cell in cells if cell.policy != FULL_CACHE}
     count = Counter(cell.model for cell in cells)
     found = group_by(lambda cell: (cell.model, cell.question), [cell for cell in cells if cell.column in compressed])
