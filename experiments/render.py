@@ -236,7 +236,7 @@ def _lines(rows: Sequence[Row]) -> list[summarize.Line]:
 def matrices(cells: Iterable[Cell]) -> dict[tuple[str, str], list[Cell]]:
     """Returns the cells of every matrix, by model and question: without kvpress, of tasks with a compressed cache.
 
-    Models with most cells come first. Texts that are read through the cache have tables of their own.
+    Models with most cells come first. Texts that are read through the cache have separate tables.
     """
     cells = [cell for cell in cells if not (cell.policy.startswith(PRESS) or cell.task.startswith("stream_"))]
     compressed = {cell.column for cell in cells if cell.policy != FULL_CACHE}

@@ -93,7 +93,7 @@ def parse_settings(
     for text in policies:
         text, _, kv_dtype = text.partition("+")
         choice = NamedPolicy.parse(text)
-        name = text.partition("@")[0]  # as it was written, because names identify rows
+        name = text.partition("@")[0]  # without defaults filled in, because names identify rows
         parsed = [str(Budget.parse(budget)) for budget in budgets]
         sizes: Sequence[Any] = [str(choice.budget)] if choice.budget else parsed if choice.takes_budget else [None]
         settings += [
