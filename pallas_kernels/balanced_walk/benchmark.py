@@ -33,11 +33,11 @@ class Shape(benchmarking.Shape):
             return array((self.batch, self.heads, *shape), jnp.float32)
 
         store = per_head(self.entries, self.head_dim)
-        block = Block(store, store, per_head(), per_head(), per_head())
+        block = Block(store, store, per_head(), per_head())
         return block, per_head(self.entries), per_head(self.entries)
 
     def random_arguments(self) -> tuple[Any, ...]:
-        """Returns arguments whose draws are in [0, 1) and whose kernels are finite."""
+        """Returns arguments whose draws are in [0, 1) and whose exponents are at most 1."""
         uniforms = functools.partial(jax.random.uniform, jax.random.key(0))
         return self.arguments(lambda *array: uniforms(*array) / self.head_dim**0.5)
 

@@ -51,14 +51,14 @@ def assign_signs(
         The signs and the number of clipped decisions.
     """
 
-    def run(block: Block, *vectors: Array) -> Signs:
-        matrices = jax.vmap(xla.kernel_matrix)(block)
+    def run(block: Block, uniforms: Array, gain: Array, weight: Array) -> Signs:
+        matrices, scale = jax.vmap(xla.kernel_matrix)(block)
         blocks, entries, _ = matrices.shape
         padding = -entries % THREADS  # so that threads share the entries evenly
         size = entries + padding
         signs, clipped = hopper.launch(
             functools.partial(_signs_kernel, decisions=entries),
-            (jnp.pad(matrices, ((0, 0), (0, padding), (0, padding))), *vectors),
+            (jnp.pad(matrices, ((0, 0), (0, padding), (0, padding))), uniforms, gain * scale, weight),
             [jax.ShapeDtypeStruct((blocks, size), jnp.float32)] * 2,
             {name: plgpu.SMEM((size,), jnp.float32) for name in ("signs", "clipped")},
             grid={"blocks": blocks}, interpret=interpret, flops=4 * blocks * entries * size,

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.balanced_walk.oracle import Block, Signs
+from pallas_kernels.balanced_walk.oracle import Block, Signs, row_scale
 from pallas_kernels.batching import run_batched
 from pallas_kernels.dispatch import check_config
 from pallas_kernels.tpu import dot, launch
@@ -63,7 +63,7 @@ def assign_signs(block: Block, *vectors: Float[Array, "t"], config: TpuConfig, i
         The signs and the number of clipped decisions.
     """
     entries = block.keys.shape[0]
-    scalars = jnp.stack([block.factor, block.shift, block.offset]).astype(jnp.float32)
+    scalars = jnp.stack([block.factor, block.offset]).astype(jnp.float32)
     stores = [x for x in (block.keys, block.values) if x is not None]
 
     def run_blocks(*arrays: Array) -> list[Array]:
@@ -85,7 +85,8 @@ def assign_signs(block: Block, *vectors: Float[Array, "t"], config: TpuConfig, i
             [(split_steps(x), spec(*x.shape[1:])) for x in arrays],
             [((steps, per_step, size), dtype, spec(size)) for size, dtype in ((entries, jnp.float32), (1, jnp.int32))],
             # Row i of all matrices is contiguous, so that one load reads it with blocks as sublanes.
-            parallel=(steps,), scratch=[pltpu.VMEM((entries, per_step, entries), jnp.float32)],
+            parallel=(steps,),
+            scratch=[pltpu.VMEM(shape, jnp.float32) for shape in ((entries, per_step, entries), (per_step, entries))],
             interpret=interpret, vmem_limit_bytes=config.vmem_bytes + 16 * 2**20,
             flops=2 * blocks * entries**2 * sum(x.shape[-1] for x in stores), transcendentals=blocks * entries**2,
         )  # fmt: skip
@@ -110,32 +111,50 @@ def _fitting_blocks(block: Block, config: TpuConfig) -> int:
     return 1 << blocks.bit_length() - 1 if blocks > 0 else 0
 
 
-def _compute_matrices(matrix_ref, scalars_ref, stores) -> None:
-    """Writes the kernel matrices of all blocks, some rows at a time."""
+def _compute_matrices(matrix_ref, scale_ref, scalars_ref, stores) -> None:
+    """Writes `xla.kernel_matrix` of all blocks, some rows at a time."""
     entries, blocks, _ = matrix_ref.shape
     rows = min(ROWS, entries)
 
     def product(store_ref, index, start):
         return dot(store_ref[index, pl.ds(start, rows), :], store_ref[index], axis=1)
 
-    def compute_rows(step, carry):
-        """Returns the unused `carry` after writing the rows of `step`. The last rows may be computed twice."""
+    def exponents(index, step):
+        """Returns the first of the rows of `step` and their exponents. The last rows may be computed twice."""
         start = jnp.minimum(step * rows, entries - rows)
-        for index in range(blocks):
-            factor, shift, offset = (scalars_ref[index : index + 1, i : i + 1] for i in range(3))
-            kernel = jnp.exp(factor * product(stores[0], index, start) - shift)
-            if len(stores) == 2:
-                kernel = kernel * (product(stores[1], index, start) + offset)
-            matrix_ref[pl.ds(start, rows), index, :] = kernel
-        return carry
+        return start, scalars_ref[index : index + 1, :1] * product(stores[0], index, start)
 
-    jax.lax.fori_loop(0, pl.cdiv(entries, rows), compute_rows, 0)
+    def update_largest(step, largest):
+        """Returns the largest exponents of every block after the rows of `step`."""
+
+        def update(index, largest):
+            start, exponent = exponents(index, step)
+            row, column = (jax.lax.broadcasted_iota(jnp.int32, exponent.shape, axis) for axis in range(2))
+            return jnp.maximum(largest, jnp.max(jnp.where(row + start < column, exponent, 0.0), axis=0, keepdims=True))
+
+        return [update(index, largest) for index, largest in enumerate(largest)]
+
+    def compute_rows(step, largest):
+        """Returns the unchanged `largest` exponents after writing the rows of `step`."""
+        for index in range(blocks):
+            start, exponent = exponents(index, step)
+            kernel = jnp.exp(jnp.minimum(exponent - largest[index], 0.0))
+            if len(stores) == 2:
+                kernel = kernel * (product(stores[1], index, start) + scalars_ref[index : index + 1, 1:])
+            matrix_ref[pl.ds(start, rows), index, :] = kernel
+        return largest
+
+    largest = [jnp.zeros((1, entries), jnp.float32)] * blocks
+    for update in (update_largest, compute_rows):
+        largest = jax.lax.fori_loop(0, pl.cdiv(entries, rows), update, largest)
+    for index in range(blocks):
+        scale_ref[index : index + 1, :] = row_scale(largest[index])
 
 
 def _signs_kernel(scalars_ref, uniforms_ref, gain_ref, weight_ref, *refs, stores):
-    store_refs, (signs_ref, clipped_ref, matrix_ref) = refs[:stores], refs[stores:]
-    _compute_matrices(matrix_ref, scalars_ref, store_refs)
-    uniforms, gain, weight = uniforms_ref[...], gain_ref[...], weight_ref[...]
+    store_refs, (signs_ref, clipped_ref, matrix_ref, scale_ref) = refs[:stores], refs[stores:]
+    _compute_matrices(matrix_ref, scale_ref, scalars_ref, store_refs)
+    uniforms, gain, weight = uniforms_ref[...], gain_ref[...] * scale_ref[...], weight_ref[...]
     entries = jax.lax.broadcasted_iota(jnp.int32, uniforms.shape, 1)
 
     def decide(i, carry):

@@ -4,17 +4,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.balanced_walk.oracle import Block, Signs
+from pallas_kernels.balanced_walk.oracle import Block, Signs, row_scale
 
 
-def kernel_matrix(block: Block) -> Float[Array, "t t"]:
-    """Returns K of a block."""
+def kernel_matrix(block: Block) -> tuple[Float[Array, "t t"], Float[Array, "t"]]:
+    """Returns K of a block, of which column j is relative to the largest exponent in rows before j, and `row_scale`.
+
+    Entries on and below the diagonal are finite and have no meaning.
+    """
 
     def gram(x: Float[Array, "t D"]) -> Float[Array, "t t"]:
         return jnp.matmul(x, x.T, precision=jax.lax.Precision.HIGHEST)
 
-    kernel = jnp.exp(block.factor * gram(block.keys) - block.shift)
-    return kernel if block.values is None else kernel * (gram(block.values) + block.offset)
+    exponent = block.factor * gram(block.keys)
+    largest = jnp.max(jnp.triu(exponent, 1), axis=0)
+    kernel = jnp.exp(jnp.minimum(exponent - largest, 0.0))
+    if block.values is not None:
+        kernel *= gram(block.values) + block.offset
+    return kernel, row_scale(largest)
 
 
 def assign_signs(
@@ -28,7 +35,8 @@ def assign_signs(
     Returns:
         The signs and the number of clipped decisions.
     """
-    return assign_signs_from_matrix(kernel_matrix(block), uniforms, gain, weight)
+    kernel, scale = kernel_matrix(block)
+    return assign_signs_from_matrix(kernel, uniforms, gain * scale, weight)
 
 
 def assign_signs_from_matrix(
@@ -38,7 +46,7 @@ def assign_signs_from_matrix(
     weight: Float[Array, "t"] | float = 1.0,
     start: Float[Array, "t"] | float = 0.0,
 ) -> Signs:
-    """Assigns signs by the self-balancing walk on a given kernel matrix.
+    """Assigns signs by the self-balancing walk on a given kernel matrix, of which it uses what is above the diagonal.
 
     Args:
         uniforms: One draw from [0, 1) per entry.

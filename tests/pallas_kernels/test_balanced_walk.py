@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import batching
-from pallas_kernels.balanced_walk import Block, TpuConfig, assign_signs, kernel_matrix, oracle
+from pallas_kernels.balanced_walk import Block, TpuConfig, assign_signs, oracle
 from tests.pallas_kernels import helpers, traffic
 
 FORMS = helpers.make_forms(TpuConfig()) | ({"mosaic_gpu": helpers.GPU} if helpers.RUNS_GPU_KERNELS else {})
@@ -34,7 +34,7 @@ def make(entries=40, head_dim=64, values=True, norm=2.0, empty=(), seed=0):
         return np.where(is_present[:, None], norm * x / np.linalg.norm(x, axis=1, keepdims=True), 0)
 
     keys, factor = vectors(norm), 1 / np.sqrt(head_dim)
-    block = Block(keys, vectors(1.0) if values else None, factor, factor * norm**2, 0.1 if values else 0.0)
+    block = Block(keys, vectors(1.0) if values else None, factor, 0.1 if values else 0.0)
     weights = np.where(is_present, rng.choice([1.0, 2.0, 3.5], entries), 0)
     inputs = block, rng.random(entries), weights
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), inputs)
@@ -42,7 +42,11 @@ def make(entries=40, head_dim=64, values=True, norm=2.0, empty=(), seed=0):
 
 def compare_signs(actual, block, uniforms, gain, weight):
     """Checks that each sign follows from the signs before it; returns the number of clipped decisions."""
-    kernel, entries = helpers.in_float64(kernel_matrix, block), len(uniforms)
+    entries, keys = len(uniforms), helpers.float64(block.keys)
+    kernel = np.exp(float(block.factor) * keys @ keys.T)
+    if block.values is not None:
+        values = helpers.float64(block.values)
+        kernel *= values @ values.T + float(block.offset)
     gain, weight = (np.broadcast_to(helpers.float64(x), entries) for x in (gain, weight))
     sums, clipped, close = np.zeros(entries), 0, 0
     for i, sign in enumerate(np.asarray(actual.signs)):
@@ -91,13 +95,13 @@ def test_entries_of_weight_zero_do_not_affect_the_others(form, empty):
 
 
 @quick_form
-def test_large_gains_are_clipped_and_large_norms_cause_no_overflow(form):
-    block, uniforms, _ = make(norm=0.5)
-    assert compare_signs(run_signs(block, uniforms, 5.0, 1.0, form), block, uniforms, 5.0, 1.0) > 0
-    block, uniforms, _ = make(norm=200.0)
-    # All entries are orthogonal, so that sums do not affect signs.
-    signs = run_signs(block, uniforms, 0.3, 1.0, form).signs
-    np.testing.assert_array_equal(signs, np.where(np.asarray(uniforms) < 0.5, 1.0, -1.0))
+@pytest.mark.parametrize("norm, gain", [(0.5, 5.0), (45.0, 4.0), (60.0, 1e-25)])
+def test_large_gains_are_clipped_and_large_keys_cause_no_overflow(form, norm, gain):
+    """At norms of 45 and 60 exponents are up to 250 and 450, which float64 has and float32 does not."""
+    block, uniforms, weight = make(130, norm=norm)
+    keys = block.keys + 0.5 * jnp.roll(block.keys, 1, axis=0)  # neighbors are similar, as they are after RoPE
+    block = dataclasses.replace(block, keys=keys * norm / jnp.linalg.norm(keys, axis=1, keepdims=True))
+    assert compare_signs(run_signs(block, uniforms, gain, weight, form), block, uniforms, gain, weight) > 0
 
 
 @pytest.mark.parametrize(

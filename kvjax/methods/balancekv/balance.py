@@ -157,7 +157,6 @@ def reference_block(keys: Float[Array, "n D"], values: Float[Array, "n D_v"], te
         keys=keys - jnp.mean(keys, axis=0),
         values=values.astype(jnp.float32),
         factor=jnp.float32(temperature / math.sqrt(keys.shape[1])),
-        shift=jnp.float32(0.0),
         offset=jnp.float32(1e-8 + 0.025),
     )
 
@@ -199,7 +198,8 @@ def reference_halving(
     """Halves one head's first `count` tokens once, as the released code does.
 
     Blocks walk independently, with values multiplied by the weights so far; the first sign of a block is +1. The last
-    block is padded with zeros, which shift the mean by which its keys are centered.
+    block is padded with zeros, which shift the mean by which its keys are centered. Where products of keys exceed the
+    exponents of float32, the released code gives all later tokens of a block the sign -1; here they are balanced.
 
     Args:
         uniforms: one draw per sign, in enough blocks for n tokens.
