@@ -48,7 +48,7 @@ NAMES = SYSTEMS | {
 # The published form, where the default settings differ from it.
 PUBLISHED = {"subgen:light_values=0,self_normalization=0.0": "subgen"}
 ALL_TOKENS = ("exact", "auto", "clusterkv", "quest", "infinigen")  # the model's profile changes nothing
-MIN_PRESS_DOCUMENTS = 5  # of a press in tables and in the picture of README
+MIN_DOCUMENTS = 5  # of a press in tables and in the picture of README, and of a length in README's sentence
 FEW_HEADS = ("gemma-3-270m",)  # models whose caches have 4 bits from 20% of the bytes on, like `auto`
 FEW_BITS = {"int8": "8 bits", "int4": "4 bits", "int3": "3 bits", "int2": "2 bits"}  # formats of the full cache
 AUTO_BUDGETS = ("25%", "12.5%", "6.25%", "3.125%")  # that are compared with them
@@ -75,6 +75,7 @@ UNIFORM = (
     ("smollm2-135m", "perplexity_books", 4096, "float32", "25%", "int8"),
     ("gemma-3-270m", "facts", 1024, "float32", "25%", "int8"),
     ("qwen2.5-coder-0.5b", "facts", 8192, "float32", "12.5%", "int4"),
+    ("qwen2.5-coder-0.5b", "facts", 16384, "float32", "12.5%", "int4"),
     ("qwen2.5-coder-0.5b", "niah_multivalue", 8192, "float32", "12.5%", "int4"),
 )
 MODELS = {
@@ -198,7 +199,7 @@ def make_cells(rows: Iterable[Row]) -> list[Cell]:
     """Returns the cells of tables: settings with a budget in percent, and the full cache.
 
     Rows of version 0.3 whose budgets include question and answer, although the question is not part of the text, are
-    left out, except for kvpress, whose presses need `MIN_PRESS_DOCUMENTS`. Of several settings for one cell, the one
+    left out, except for kvpress, whose presses need `MIN_DOCUMENTS`. Of several settings for one cell, the one
     with most documents counts, or the one with 4 bits for models in `FEW_HEADS`.
     """
 
@@ -214,7 +215,7 @@ def make_cells(rows: Iterable[Row]) -> list[Cell]:
             row = by_setting[line.setting]
             named = policy_of(row.policy)
             budget = "100%" if line.setting == caches.FULL else (row.budget or "").removesuffix(peers.OF_PROMPT)
-            is_small = row.policy.startswith(PRESS) and line.documents < MIN_PRESS_DOCUMENTS
+            is_small = row.policy.startswith(PRESS) and line.documents < MIN_DOCUMENTS
             if named is None or line.mean is None or not budget.endswith("%") or is_small:
                 continue
             share = float(budget[:-1])
@@ -278,7 +279,11 @@ def front_table(_: str, results: Results) -> str:
 
 def few_bits_summary(_: str, results: Results) -> str:
     """Returns the sentence of README that compares `auto` with all tokens in few bits."""
-    of_task = [rows for case, rows in few_bits_cases(results.rows).items() if case[1] == LENGTHS[1]]
+    of_task = [
+        rows
+        for case, rows in few_bits_cases(results.rows).items()
+        if case[1] == LENGTHS[1] and len({row.document for row in rows}) >= MIN_DOCUMENTS
+    ]
     parts = []
     for budget, kv_dtype in SUMMARY_PAIRS:
         found = [few_bits_difference(rows, budget, kv_dtype) for rows in of_task]

@@ -88,7 +88,9 @@ def assign_signs(block: Block, *vectors: Float[Array, "t"], config: TpuConfig, i
             parallel=(steps,),
             scratch=[pltpu.VMEM(shape, jnp.float32) for shape in ((entries, per_step, entries), (per_step, entries))],
             interpret=interpret, vmem_limit_bytes=config.vmem_bytes + 16 * 2**20,
-            flops=2 * blocks * entries**2 * sum(x.shape[-1] for x in stores), transcendentals=blocks * entries**2,
+            # Products of keys are computed twice: for the largest exponents, and for the matrices.
+            flops=2 * blocks * entries**2 * sum(x.shape[-1] for x in (stores[0], *stores)),
+            transcendentals=blocks * entries**2,
         )  # fmt: skip
         return [x.reshape(-1, x.shape[2])[:blocks] for x in outputs]
 
