@@ -11,9 +11,9 @@ the rest of a passage (perplexity_books:1024) is compressed while it is processe
 
 Tasks: RULER's 13 ("ruler" for all), lines, longeval_lines:200, longeval_topics:5, needle, facts, squad, hotpotqa,
 musique, nq, quality, tpo, coursera, scientific_qa, multidoc_qa, gov_report, shortdep_qa, longdep_qa, shortdep_cloze,
-kv_retrieval, babi:1, gsm8k, humaneval:run, gsm8k_trace, humaneval_trace, perplexity_books, perplexity_wikitext2,
-stream_books, stream_wikitext2, longbench:NAME, longbench_e:NAME. Most of them read published files from `--data_dir`;
-an error names the file and its source.
+kv_retrieval, babi:1, gsm8k, gsm8k_chat, humaneval:run, gsm8k_trace, humaneval_trace, perplexity_books,
+perplexity_wikitext2, stream_books, stream_wikitext2, longbench:NAME, longbench_e:NAME. Most of them read published
+files from `--data_dir`; an error names the file and its source.
 
 Rows are JSON Lines. A second start with the same output continues an interrupted run. A budget in percent is a share of
 the text's full bfloat16 cache; with `--question seen`, of prompt and answer. In budgets, arrays without quantization
@@ -51,7 +51,7 @@ class Options(Flags):
     seed: tuple[int, ...] = repeatable(0)  # Seeds of documents and policies; repeatable.
     data_dir: pathlib.Path | None = None  # Directory of published files.
     truncate: bool = False  # Cut documents that are too long in the middle; otherwise they are left out.
-    batch: int = 16  # Questions of a text that are answered at a time.
+    batch: int = 16  # Questions that are answered at a time, of one text if the question is unseen.
     group: int | None = None  # Settings that share a prefill; by default as many as hold a quarter of the memory.
     dtype: str | None = one_of(None, ("float32", "bfloat16"))  # Default: float32 on CPUs, otherwise bfloat16.
     output: pathlib.Path = pathlib.Path("build/rows.jsonl")  # File of the rows.

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from kvjax_models import LanguageModel
 from kvjax_models.cache import CachedModel, read_together
 from kvjax_models.compile_cache import length_bucket
 from kvjax_models.document import Document
-from kvjax_models.engine import Engine
+from kvjax_models.engine import Collector, Completion, Engine
 from kvjax_models.prefix import Prefix
 from kvjax_models.runner.generator import Generator, prefill_together
 from kvjax_models.runner.state import GenerationState
@@ -38,7 +38,17 @@ class Score:
 
     score: float
     answer: str | None = None
+    answer_tokens: int | None = None
     kl: float | None = None
+
+
+class Prompt(NamedTuple):
+    """A prompt that is compressed and waits for its answer."""
+
+    unit: Unit
+    cache: CachedModel
+    size: CacheSize
+    prefix: Prefix
 
 
 Group: TypeAlias = dict[Setting, tuple[CachedModel, Generator]]
@@ -57,7 +67,7 @@ class Evaluator:
             `CachedModel.generate`.
         tokens: maximum number of tokens of the task's prompts.
         seed: seed of documents and policies.
-        batch: maximum number of questions of a text that are answered at a time.
+        batch: maximum number of questions that are answered at a time, of one text if the question is unseen.
         group: maximum number of settings that share a prefill; their caches exist at the same time. By default as many
             as hold a quarter of the memory.
     """
@@ -94,6 +104,7 @@ class Evaluator:
         # Tasks of similar needs share compiled programs; `CachedModel.rows` rounds for sequences itself.
         self.capacity = needed if question_seen else length_bucket(needed)[-1]
         self.rows = min(batch, max(len(unit.items) for unit in self.units))
+        self._waiting: dict[Setting, list[Prompt]] = {}
 
     def run(self, settings: Sequence[Setting], rows: RowFile) -> None:
         """Measures every setting on every unit that `rows` does not have.
@@ -106,6 +117,11 @@ class Evaluator:
             missing = [one for one in settings if not all(row.key in rows for row in self._rows(unit, one))]
             for group in self._groups(self._possible(unit, missing, rows)):
                 self._measure(unit, group, rows)
+            is_last = number == len(self.units) - 1
+            is_full = self._waiting_bytes() > memory_bytes() // 4
+            for setting, prompts in [*self._waiting.items()]:
+                if is_last or is_full or len(prompts) == self.batch:
+                    self._answer(setting, self._waiting.pop(setting), rows)
             if missing:
                 logging.info("%s: unit %d of %d", self.task.name, number + 1, len(self.units))
 
@@ -136,7 +152,14 @@ class Evaluator:
             yield group
 
     def _measure(self, unit: Unit, settings: Group, rows: RowFile) -> None:
-        """Measures some settings on a unit; a setting that fails has rows with its error."""
+        """Measures some settings on a unit; a setting that fails has rows with its error.
+
+        Generated answers to prompts with their question wait for those of other units.
+        """
+        if self.question_seen and self.task.kind == "generate":
+            for setting, prompt in zip(settings, self._compress(unit, list(settings.values())), strict=True):
+                self._waiting.setdefault(setting, []).append(prompt)
+            return
         measures = self._prepare(unit, list(settings.values()))
         for setting, (_, generator) in settings.items():
             try:
@@ -144,9 +167,7 @@ class Evaluator:
             except ValueError as error:  # a fault counter of the policy
                 rows.append(self._rows(unit, setting, error=str(error)))
                 continue
-            labels = {"settings": kvjax.describe(generator.policies[-1]), **dataclasses.asdict(size)}
-            of_items = zip(self._rows(unit, setting, **labels), scores, strict=True)
-            rows.append([dataclasses.replace(row, **dataclasses.asdict(score)) for row, score in of_items])
+            rows.append(self._scored(unit, setting, generator, size, scores))
 
     def _sizes(self, unit: Unit, setting: Setting) -> tuple[CachedModel, Generator]:
         """Returns the cache of a setting and its sizes for the text of a unit."""
@@ -157,16 +178,24 @@ class Evaluator:
             return cache, cache.document_generator(len(unit.text), self.capacity)
         return cache, cache.rows(len(unit.text), self.capacity)[-1]
 
+    def _seed(self, unit: Unit) -> int:
+        """Returns the seed of a unit, which differs between units and seeds of the run."""
+        return _MAX_UNITS * self.seed + self.units.index(unit)
+
+    def _prefill(self, unit: Unit, generators: list[Generator]) -> Sequence[GenerationState]:
+        """Compresses a prompt with its question with several settings."""
+        empty = [generator.init_state(self._seed(unit)) for generator in generators]
+        *_, states = prefill_together(generators, empty, [unit.text], shared_lengths=True)
+        assert states is not None
+        return states
+
     def _prepare(self, unit: Unit, settings: list[tuple[CachedModel, Generator]]) -> list[Measure]:
         """Compresses the text of a unit with several settings; returns functions that measure each of them."""
-        seed = _MAX_UNITS * self.seed + self.units.index(unit)  # differs between units and seeds of the run
-        generators = [generator for _, generator in settings]
+        seed, generators = self._seed(unit), [generator for _, generator in settings]
         if self.task.kind == "stream":
             return [functools.partial(self._stream, unit, generator, seed) for generator in generators]
         if self.question_seen:
-            empty = [generator.init_state(seed) for generator in generators]
-            *_, states = prefill_together(generators, empty, [unit.text], shared_lengths=True)
-            pairs = zip(generators, states or (), strict=True)
+            pairs = zip(generators, self._prefill(unit, generators), strict=True)
             return [functools.partial(self._continue, unit, generator, state) for generator, state in pairs]
         chosen = [cache for cache, _ in settings]
         if self.task.kind == "trace":
@@ -193,25 +222,56 @@ class Evaluator:
             engine.add(item.tokens, document, max_new_tokens=self.task.answer_tokens)
         completions, _ = engine.complete()
         pairs = zip(completions, unit.items, strict=True)
-        scores = [Score(*self.task.score_answer(one.text, item.question)) for one, item in pairs]
-        return caches.text_size(document), scores
+        return caches.text_size(document), [self._score(item, one) for one, item in pairs]
 
     def _continue(self, unit: Unit, generator: Generator, state: GenerationState) -> Measured:
-        """Answers the question of a prompt, which is compressed with it, or scores the rest of a passage."""
+        """Scores the choices of a question that is part of the prompt, or the rest of a passage."""
         [item] = unit.items
-        size = caches.sequence_size(generator, len(unit.text) + self.capacity, kvjax.cache_bytes(state.layers).host)
+        size = self._sequence_size(unit, generator, state)
         if self.task.kind == "continue":
             _, [of_passage], _ = generator.score(state, [item.tokens])
             return size, [Score(-float(np.mean(of_passage[1:])))]
-        if self.task.kind == "choose":
-            rows = len(item.choices)
-            _, log_probs, _ = generator.with_batch(rows).score(kvjax.repeat_rows(state, rows), item.choices)
-            return size, [choose(item, log_probs)]
-        engine = Engine(self.llm.model, self.llm.tokenizer, lambda *_: (generator,), rows=1)
-        prefix = Prefix.of(generator, unit.text, state, num_first=len(unit.text))
-        engine.add([], prefix, max_new_tokens=self.task.answer_tokens)
-        [completion], _ = engine.complete()
-        return size, [Score(*self.task.score_answer(completion.text, item.question))]
+        rows = len(item.choices)
+        _, log_probs, _ = generator.with_batch(rows).score(kvjax.repeat_rows(state, rows), item.choices)
+        return size, [choose(item, log_probs)]
+
+    def _compress(self, unit: Unit, settings: list[tuple[CachedModel, Generator]]) -> Iterator[Prompt]:
+        """Yields a prompt with its question, compressed with several settings."""
+        states = self._prefill(unit, [generator for _, generator in settings])
+        for (cache, generator), state in zip(settings, states, strict=True):
+            prefix = Prefix.of(generator, unit.text, state, num_first=len(unit.text))
+            yield Prompt(unit, cache, self._sequence_size(unit, generator, state), prefix)
+
+    def _waiting_bytes(self) -> int:
+        """Returns the bytes that the rows of all waiting prompts will take."""
+        return sum(one.prefix.generator.row_bytes for prompts in self._waiting.values() for one in prompts)
+
+    def _answer(self, setting: Setting, prompts: list[Prompt], rows: RowFile) -> None:
+        """Answers prompts together; one that fails has a row with its error."""
+
+        def sizes(num_tokens: int, max_new_tokens: int) -> tuple[Generator, ...]:
+            """Returns the sizes with which prompts are compressed; `max_new_tokens` is part of the capacity."""
+            del max_new_tokens
+            return prompts[0].cache.rows(num_tokens, self.capacity)[-1:]
+
+        engine, collector = Engine(self.llm.model, self.llm.tokenizer, sizes, rows=len(prompts)), Collector()
+        by_number = {
+            engine.add([], prompt.prefix, max_new_tokens=self.task.answer_tokens): prompt for prompt in prompts
+        }
+        for output in engine.run():
+            unit, _, size, prefix = by_number[output.number]
+            if output.error is not None:
+                rows.append(self._rows(unit, setting, error=output.error))
+            elif (completion := collector.add(output)) is not None:
+                score = self._score(unit.items[0], completion)
+                rows.append(self._scored(unit, setting, prefix.generator, size, [score]))
+
+    def _score(self, item: Item, completion: Completion) -> Score:
+        return Score(*self.task.score_answer(completion.text, item.question), len(completion.tokens))
+
+    def _sequence_size(self, unit: Unit, generator: Generator, state: GenerationState) -> CacheSize:
+        """Returns the size of a cache of prompt and answer."""
+        return caches.sequence_size(generator, len(unit.text) + self.capacity, kvjax.cache_bytes(state.layers).host)
 
     def _trace(self, unit: Unit, document: Document, answers: list[Any]) -> Measured:
         """Compares next-token distributions with the full cache's, along its answers."""
@@ -220,7 +280,7 @@ class Evaluator:
             _, log_probs = traces.follow(document, item.tokens, len(answer), answer)
             agreement, kl = traces.compare(reference, log_probs)
             text = self.llm.tokenizer.decode_continuation(answer, unit.text + item.tokens)
-            scores.append(Score(agreement, text, kl))
+            scores.append(Score(agreement, text, len(answer), kl))
         return caches.text_size(document), scores
 
     def _stream(self, unit: Unit, generator: Generator, seed: int) -> Measured:
@@ -228,6 +288,13 @@ class Evaluator:
         state, [log_probs], _ = generator.score(generator.init_state(seed), [unit.text])
         size = caches.sequence_size(generator, len(unit.text), kvjax.cache_bytes(state.layers).host)
         return dataclasses.replace(size, tail_fraction=0.0), [Score(-float(np.mean(log_probs[1:])))]
+
+    def _scored(
+        self, unit: Unit, setting: Setting, generator: Generator, size: CacheSize, scores: Sequence[Score]
+    ) -> list[Row]:
+        """Returns the rows of a unit with scores."""
+        rows = self._rows(unit, setting, settings=kvjax.describe(generator.policies[-1]), **dataclasses.asdict(size))
+        return [dataclasses.replace(row, **dataclasses.asdict(one)) for row, one in zip(rows, scores, strict=True)]
 
     def _rows(self, unit: Unit, setting: Setting, **fields: Any) -> list[Row]:
         """Returns the rows of a unit without scores."""

@@ -2,6 +2,7 @@
 
 - `gsm8k`: worked examples that fill the tokens, then a question; scored by the number after "####", as published
   (https://github.com/openai/grade-school-math).
+- `gsm8k_chat`: single questions that the model answers step by step; scored by the last number of the answer.
 - `humaneval`: functions to complete; the score runs the answer's code in a process with limits.
 - `gsm8k_trace`, `humaneval_trace`: next-token distributions along the full cache's greedy answer, compared with the
   full cache: share of equal most likely tokens, and KL divergence. The argument is the number of tokens.
@@ -16,8 +17,10 @@ from experiments.tasks.task import Document, Question, Request, Task, longest_th
 
 EXAMPLES = 40  # questions at the end of GSM8K's file that serve as worked examples
 ANSWER_TOKENS = 256
+CHAT_TOKENS = 512  # of an answer step by step
 QUESTIONS = 4  # questions per document of GSM8K
 SECONDS, MEMORY = 5, 2**30  # limits of a program of HumanEval
+_STEP_BY_STEP = " Think step by step."
 _LIMITS = f"""import resource
 resource.setrlimit(resource.RLIMIT_AS, ({MEMORY}, {MEMORY}))
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -63,10 +66,29 @@ def _score_number(answer: str, question: Question) -> float:
     return float(_marked_number(answer) == question.answers[0])
 
 
+def gsm8k_chat(argument: str, request: Request) -> Task:
+    """Returns single questions; the argument is the maximum number of tokens of an answer.
+
+    The last number is the answer, as in the zero-shot protocol of chat models: what it may stand in is not prescribed.
+    """
+    entries = request.select(data_files.read_jsonl(request.data_dir, "reasoning/gsm8k_test.jsonl"))
+    documents = tuple(
+        Document(entry["question"], (Question(_STEP_BY_STEP, (_marked_number(entry["answer"]),)),), str(number))
+        for number, entry in enumerate(entries)
+    )
+    return Task(documents, score=_score_last_number, answer_tokens=int(argument or CHAT_TOKENS))
+
+
+def _score_last_number(answer: str, question: Question) -> float:
+    """Returns 1 if the last number of an answer equals the correct one."""
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", answer)
+    return float(bool(numbers) and float(numbers[-1].replace(",", "")) == float(question.answers[0]))
+
+
 def gsm8k_trace(argument: str, request: Request) -> Task:
     """Returns single questions of GSM8K, for traces of `argument` tokens."""
     entries = request.select(data_files.read_jsonl(request.data_dir, "reasoning/gsm8k_test.jsonl"))
-    question = Question(" Think step by step.", ())
+    question = Question(_STEP_BY_STEP, ())
     documents = tuple(Document(entry["question"], (question,), str(number)) for number, entry in enumerate(entries))
     return Task(documents, kind="trace", answer_tokens=int(argument or ANSWER_TOKENS))
 
@@ -116,4 +138,10 @@ def humaneval_trace(argument: str, request: Request) -> Task:
     return Task(_functions(request), kind="trace", answer_tokens=int(argument or ANSWER_TOKENS), chat=False)
 
 
-TASKS = {"gsm8k": gsm8k, "gsm8k_trace": gsm8k_trace, "humaneval": humaneval, "humaneval_trace": humaneval_trace}
+TASKS = {
+    "gsm8k": gsm8k,
+    "gsm8k_chat": gsm8k_chat,
+    "gsm8k_trace": gsm8k_trace,
+    "humaneval": humaneval,
+    "humaneval_trace": humaneval_trace,
+}

@@ -165,6 +165,25 @@ def test_rows_equal_the_public_interface(kv_dtype, tmp_path):
             assert row.cache_fraction == pytest.approx(document.cache_bytes / document.full_cache_bytes)
 
 
+def test_prompts_with_their_questions_are_answered_together(llm, tmp_path, monkeypatch):
+    together, original = [], Evaluator._answer
+
+    def record(self, setting, prompts, rows):
+        together.append(len(prompts))
+        original(self, setting, prompts, rows)
+
+    monkeypatch.setattr(Evaluator, "_answer", record)
+    answers = []
+    for number, (memory, batch, sizes) in enumerate(((2**40, 4, [4, 4, 2, 2]), (0, 4, [1] * 12), (2**40, 1, [1] * 12))):
+        monkeypatch.setattr(evaluator, "memory_bytes", lambda memory=memory: memory)
+        rows = run(llm, make_task(), [EXACT, SNAPKV], tmp_path / f"{number}.jsonl", True, batch=batch)
+        answers.append({row.key: (row.answer, row.answer_tokens, row.score) for row in rows})
+        assert together == sizes
+        together.clear()
+    assert answers[0] == answers[1] == answers[2] and len(answers[0]) == 12
+    assert all(0 < tokens <= 8 for _, tokens, _ in answers[0].values())
+
+
 def test_an_interrupted_run_continues(llm, tmp_path, monkeypatch):
     task, path = make_task(), tmp_path / "rows.jsonl"
     expected = run(llm, task, [EXACT, SNAPKV], path)

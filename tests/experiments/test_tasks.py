@@ -292,10 +292,14 @@ SCORES = {
         "It is <12>.": 1, "13 or 12": 1, "12 or 13": 0, "twelve": 0, "012": 1, "12.0": 0, "1 2": 0, "": 0, "-12": 1,
         "line 3: REGISTER_CONTENT is <12>": 1,
     }),
-    # openai/grade-school-math: the digits after "####".
+    # openai/grade-school-math: the digits after "####". In chats, our rule: the last number.
     "gsm8k": (reasoning._score_number, "", "2000", {
         "1 + 1\n#### 2000": 1, "#### 2,000": 1, "#### 2000.": 0, "#### 2000.0": 0, "2000": 0, "####2000": 0, "": 0,
         "#### 2000 eggs in 3 days": 1, "#### -2000": 0, "#### 5\n#### 2000": 0,
+    }),
+    "gsm8k_chat": (reasoning._score_last_number, "", "2000", {
+        "1 + 1 = 2,000": 1, "The answer is $2000.": 1, "\\boxed{2000}": 1, "2000.0 eggs": 1, "2000 of 5000": 0,
+        "-2000": 0, "20 00": 0, "": 0, "none": 0, "#### 2000": 1,
     }),
     # RULER, scripts/eval/synthetic/constants.py; lost-in-the-middle's key-value accuracy is the same.
     "qa": (contains, "", "New York", {
