@@ -20,7 +20,7 @@ ANSWER_TOKENS = 256
 CHAT_TOKENS = 512  # of an answer step by step
 QUESTIONS = 4  # questions per document of GSM8K
 SECONDS, MEMORY = 5, 2**30  # limits of a program of HumanEval
-_STEP_BY_STEP = " Think step by step."
+_BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."  # as published for Qwen2.5-Math
 _LIMITS = f"""import resource
 resource.setrlimit(resource.RLIMIT_AS, ({MEMORY}, {MEMORY}))
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -73,7 +73,7 @@ def gsm8k_chat(argument: str, request: Request) -> Task:
     """
     entries = request.select(data_files.read_jsonl(request.data_dir, "reasoning/gsm8k_test.jsonl"))
     documents = tuple(
-        Document(entry["question"], (Question(_STEP_BY_STEP, (_marked_number(entry["answer"]),)),), str(number))
+        Document(entry["question"], (Question(_BOXED, (_marked_number(entry["answer"]),)),), str(number))
         for number, entry in enumerate(entries)
     )
     return Task(documents, score=_score_last_number, answer_tokens=int(argument or CHAT_TOKENS))
@@ -88,7 +88,7 @@ def _score_last_number(answer: str, question: Question) -> float:
 def gsm8k_trace(argument: str, request: Request) -> Task:
     """Returns single questions of GSM8K, for traces of `argument` tokens."""
     entries = request.select(data_files.read_jsonl(request.data_dir, "reasoning/gsm8k_test.jsonl"))
-    question = Question(_STEP_BY_STEP, ())
+    question = Question(" Think step by step.", ())
     documents = tuple(Document(entry["question"], (question,), str(number)) for number, entry in enumerate(entries))
     return Task(documents, kind="trace", answer_tokens=int(argument or ANSWER_TOKENS))
 
