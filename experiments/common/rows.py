@@ -36,7 +36,7 @@ class Row:
         metric: name of the score: "score" (larger is better) or "nll" (nats per token, smaller is better).
         dtype: dtype of the model and of unquantized caches in this run.
         answer: the generated answer.
-        answer_tokens: its number of tokens, with the one that ends it; None in rows of version 0.5.0 and earlier.
+        answer_tokens: its number of tokens, with the one that ends it; None in older rows.
         error: message of a failed policy.
         prompt_tokens: tokens of the compressed prompt.
         device_bytes: resident bytes of the cache in this run's dtypes, on the device; of the text if it is continued.
