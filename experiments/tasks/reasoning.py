@@ -67,10 +67,7 @@ def _score_number(answer: str, question: Question) -> float:
 
 
 def gsm8k_chat(argument: str, request: Request) -> Task:
-    """Returns single questions; the argument is the maximum number of tokens of an answer.
-
-    The last number is the answer, as in the zero-shot protocol of chat models: what it may stand in is not prescribed.
-    """
+    """Returns single questions; the argument is the maximum number of tokens of an answer, whose last number counts."""
     entries = request.select(data_files.read_jsonl(request.data_dir, "reasoning/gsm8k_test.jsonl"))
     documents = tuple(
         Document(entry["question"], (Question(_BOXED, (_marked_number(entry["answer"]),)),), str(number))

@@ -46,7 +46,7 @@ def assign_signs_from_matrix(
     weight: Float[Array, "t"] | float = 1.0,
     start: Float[Array, "t"] | float = 0.0,
 ) -> Signs:
-    """Assigns signs by the self-balancing walk on a given kernel matrix, of which it uses what is above the diagonal.
+    """Assigns signs by the self-balancing walk on the entries above the diagonal of a kernel matrix.
 
     Args:
         uniforms: One draw from [0, 1) per entry.
