@@ -42,11 +42,10 @@ class Score:
     kl: float | None = None
 
 
-class Prompt(NamedTuple):
-    """A prompt that is compressed and waits for its answer."""
+class CompressedPrompt(NamedTuple):
+    """A prompt with its question that waits for its answer."""
 
     unit: Unit
-    cache: CachedModel
     size: CacheSize
     prefix: Prefix
 
@@ -104,7 +103,7 @@ class Evaluator:
         # Tasks of similar needs share compiled programs; `CachedModel.rows` rounds for sequences itself.
         self.capacity = needed if question_seen else length_bucket(needed)[-1]
         self.rows = min(batch, max(len(unit.items) for unit in self.units))
-        self._waiting: dict[Setting, list[Prompt]] = {}
+        self._waiting: dict[Setting, list[CompressedPrompt]] = {}
 
     def run(self, settings: Sequence[Setting], rows: RowFile) -> None:
         """Measures every setting on every unit that `rows` does not have.
@@ -154,11 +153,10 @@ class Evaluator:
     def _measure(self, unit: Unit, settings: Group, rows: RowFile) -> None:
         """Measures some settings on a unit; a setting that fails has rows with its error.
 
-        Generated answers to prompts with their question wait for those of other units.
+        A prompt with its question is only compressed; `run` answers several of them together.
         """
         if self.question_seen and self.task.kind == "generate":
-            for setting, prompt in zip(settings, self._compress(unit, list(settings.values())), strict=True):
-                self._waiting.setdefault(setting, []).append(prompt)
+            self._compress(unit, settings)
             return
         measures = self._prepare(unit, list(settings.values()))
         for setting, (_, generator) in settings.items():
@@ -235,31 +233,38 @@ class Evaluator:
         _, log_probs, _ = generator.with_batch(rows).score(kvjax.repeat_rows(state, rows), item.choices)
         return size, [choose(item, log_probs)]
 
-    def _compress(self, unit: Unit, settings: list[tuple[CachedModel, Generator]]) -> Iterator[Prompt]:
-        """Yields a prompt with its question, compressed with several settings."""
-        states = self._prefill(unit, [generator for _, generator in settings])
-        for (cache, generator), state in zip(settings, states, strict=True):
+    def _compress(self, unit: Unit, settings: Group) -> None:
+        """Compresses a prompt with its question with several settings, for `_answer`."""
+        states = self._prefill(unit, [generator for _, generator in settings.values()])
+        for (setting, (_, generator)), state in zip(settings.items(), states, strict=True):
             prefix = Prefix.of(generator, unit.text, state, num_first=len(unit.text))
-            yield Prompt(unit, cache, self._sequence_size(unit, generator, state), prefix)
+            prompt = CompressedPrompt(unit, self._sequence_size(unit, generator, state), prefix)
+            self._waiting.setdefault(setting, []).append(prompt)
 
     def _waiting_bytes(self) -> int:
         """Returns the bytes that the rows of all waiting prompts will take."""
         return sum(one.prefix.generator.row_bytes for prompts in self._waiting.values() for one in prompts)
 
-    def _answer(self, setting: Setting, prompts: list[Prompt], rows: RowFile) -> None:
+    def _answer(self, setting: Setting, prompts: list[CompressedPrompt], rows: RowFile) -> None:
         """Answers prompts together; one that fails has a row with its error."""
+        cache = setting.cache(self.llm)
 
         def sizes(num_tokens: int, max_new_tokens: int) -> tuple[Generator, ...]:
             """Returns the sizes with which prompts are compressed; `max_new_tokens` is part of the capacity."""
             del max_new_tokens
-            return prompts[0].cache.rows(num_tokens, self.capacity)[-1:]
+            return cache.rows(num_tokens, self.capacity)[-1:]
 
         engine, collector = Engine(self.llm.model, self.llm.tokenizer, sizes, rows=len(prompts)), Collector()
-        by_number = {
-            engine.add([], prompt.prefix, max_new_tokens=self.task.answer_tokens): prompt for prompt in prompts
-        }
+        by_number = {}
+        for prompt in prompts:
+            try:
+                number = engine.add([], prompt.prefix, max_new_tokens=self.task.answer_tokens)
+            except ValueError as error:
+                rows.append(self._rows(prompt.unit, setting, error=str(error)))
+            else:
+                by_number[number] = prompt
         for output in engine.run():
-            unit, _, size, prefix = by_number[output.number]
+            unit, size, prefix = by_number[output.number]
             if output.error is not None:
                 rows.append(self._rows(unit, setting, error=output.error))
             elif (completion := collector.add(output)) is not None:

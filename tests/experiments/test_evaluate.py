@@ -184,6 +184,24 @@ def test_prompts_with_their_questions_are_answered_together(llm, tmp_path, monke
     assert all(0 < tokens <= 8 for _, tokens, _ in answers[0].values())
 
 
+def test_a_prompt_that_fails_does_not_end_the_others(llm, tmp_path, monkeypatch):
+    expected = run(llm, make_task(), [EXACT], tmp_path / "all.jsonl", True)
+    original, added = evaluator.Engine.add, []
+
+    def add(self, *args, **options):
+        added.append(args)
+        if len(added) == 2:
+            raise ValueError("too long")
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(evaluator.Engine, "add", add)
+    rows = run(llm, make_task(), [EXACT], tmp_path / "rows.jsonl", True)
+    failed = [row for row in rows if row.error is not None]
+    assert [(row.error, row.score) for row in failed] == [("too long", None)] and len(rows) == 6
+    answers = {row.key: row.answer for row in rows if row.error is None}
+    assert answers == {row.key: row.answer for row in expected if row.key != failed[0].key}
+
+
 def test_an_interrupted_run_continues(llm, tmp_path, monkeypatch):
     task, path = make_task(), tmp_path / "rows.jsonl"
     expected = run(llm, task, [EXACT, SNAPKV], path)

@@ -104,6 +104,14 @@ def test_large_gains_are_clipped_and_large_keys_cause_no_overflow(form, norm, ga
     assert compare_signs(run_signs(block, uniforms, gain, weight, form), block, uniforms, gain, weight) > 0
 
 
+@quick_form
+def test_equal_keys_are_balanced_where_exponents_exceed_float64(form):
+    block, uniforms, _ = make(130, values=False, norm=200.0)  # exponents of 5,000
+    block = dataclasses.replace(block, keys=jnp.broadcast_to(block.keys[0], block.keys.shape))
+    signs = np.asarray(run_signs(block, uniforms, 4.0, 1.0, form).signs)
+    assert np.all(np.abs(np.cumsum(signs)) <= 1)
+
+
 @pytest.mark.parametrize(
     "options",
     [
