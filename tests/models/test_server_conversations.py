@@ -14,7 +14,7 @@ LONG = (*QUESTIONS, "Where to?", "Who knows?", "Is it true?")
 TEMPLATE = tiny.TEMPLATE.replace(
     "{{ message.content }}", f"{{{{ message.content }}}}{{% if message.role == 'assistant' %}}{tiny.EOS}{{% endif %}}"
 )
-SAMPLED = {"temperature": 0.9, "top_k": 30, "repetition_penalty": 1.1, "max_tokens": 9}
+SAMPLED = {"temperature": 0.9, "top_k": 30, "repetition_penalty": 1.1, "seed": 0, "max_tokens": 9}
 
 
 @pytest.fixture(scope="module")
