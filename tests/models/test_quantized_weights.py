@@ -34,6 +34,29 @@ def test_products_equal_those_of_dequantized_weights(shape, tokens):
     np.testing.assert_allclose(jax.jit(quantized.multiply)(x, values, scale), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_sums_of_products_are_float32(dtype, tokens):
+    """Sums before the scale are up to 127 times as large as the product, and have as many terms as inputs."""
+    rng = np.random.default_rng(0)
+    values, scale = quantized.quantize(rng.normal(size=(4096, 24)).astype(np.float32) / 64, 0)
+    x = rng.normal(size=(tokens, 4096)).astype(np.float32)
+    x[:, 5] = 2000
+    x, scale = jnp.asarray(x, dtype), jnp.asarray(scale, dtype)
+    expected = np.asarray(x, np.float64) @ (values * np.asarray(scale, np.float64))
+    product = np.asarray(jax.jit(quantized.multiply)(x, values, scale), np.float64)
+    assert np.linalg.norm(product - expected) < 0.5 * jnp.finfo(dtype).eps * np.linalg.norm(expected)
+
+
+def test_logits_of_an_untied_head_are_not_rounded():
+    model = formats.load_model(GOLDEN / "llama2", jnp.bfloat16, weight_dtype="int8")
+    x = jax.random.normal(jax.random.key(0), (1, 1, model.config.width), jnp.bfloat16)
+    logits = jax.jit(lambda model, x: model.logits(x))(model, x)
+    normalized, head = np.asarray(model.norm(x), np.float64), model.head
+    expected = normalized @ (np.asarray(head.kernel) * np.asarray(head.channel_scale, np.float64))
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("size", [192, 100])  # with and without blocks
 def test_tied_logits_equal_those_of_the_dequantized_table(size):
     rng = np.random.default_rng(0)

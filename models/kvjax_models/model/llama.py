@@ -426,7 +426,7 @@ class Llama(nnx.Module):
         if self.config.tied_embeddings and isinstance(self.embedding, QuantizedEmbedding):
             return multiply_transposed(x, self.embedding.embedding[...], self.embedding.channel_scale[...])
         if not self.config.tied_embeddings and isinstance(self.head, QuantizedLinear):
-            return self.head(x).astype(jnp.float32)
+            return self.head.project(x, dtype=jnp.float32)
         # Contracted with the embedding itself: a transposed copy would double a tied model's largest tensor.
         weights = self.embedding.embedding[...] if self.config.tied_embeddings else self.head.kernel[...]
         width_axis = 1 if self.config.tied_embeddings else 0

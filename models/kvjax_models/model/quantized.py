@@ -39,14 +39,17 @@ class QuantizedLinear(nnx.Module):
         """Returns the projection."""
         return self.project(x)
 
-    def project(self, x: Float[Array, "*B in"], index: tuple[Any, ...] = ()) -> Float[Array, "..."]:
+    def project(
+        self, x: Float[Array, "*B in"], index: tuple[Any, ...] = (), dtype: jax.typing.DTypeLike | None = None
+    ) -> Float[Array, "..."]:
         """Returns a part of the projection.
 
         Args:
             x: input.
             index: index of the output's axes.
+            dtype: dtype of the output; None: that of x.
         """
-        y = multiply(x, self.kernel[...][:, *index], self.channel_scale[...][index])
+        y = multiply(x, self.kernel[...][:, *index], self.channel_scale[...][index], dtype)
         return y if self.bias is None else y + self.bias[...][index]
 
 
@@ -119,32 +122,38 @@ def quantize(weights: Shaped[np.ndarray, "..."], axis: int) -> tuple[np.ndarray,
 
 
 def multiply(
-    x: Float[Array, "*B in"], kernel: Int[Array, "in *out"], scale: Float[Array, "*out"]
+    x: Float[Array, "*B in"],
+    kernel: Int[Array, "in *out"],
+    scale: Float[Array, "*out"],
+    dtype: jax.typing.DTypeLike | None = None,
 ) -> Float[Array, "..."]:
-    """Returns x @ kernel * scale in the dtype of x.
+    """Returns x @ kernel * scale.
 
     Compilers for accelerators convert the kernel inside of the product. On CPUs, few tokens multiply blocks of inputs,
-    because XLA:CPU writes a converted operand to memory.
+    because XLA:CPU writes a converted operand to memory. Sums are float32 up to the scale: without it they are up to
+    127 times as large as weights in float give, which float16 cannot represent.
 
     Args:
         x: activations.
         kernel: int8 values.
+        dtype: dtype of the product; None: that of x.
     """
     flat, matrix = x.reshape(-1, x.shape[-1]), kernel.reshape(kernel.shape[0], -1)
 
     def direct(x: Array, matrix: Array) -> Array:
-        return dot_general(x, matrix.astype(x.dtype), (((1,), (0,)), ((), ())))
+        return dot_general(x, matrix.astype(x.dtype), (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
 
     def by_blocks(x: Array, matrix: Array) -> Array:
         """Sums the products of blocks of inputs."""
         x_blocks = x.reshape(len(x), -1, _BLOCK_INPUTS).swapaxes(0, 1)
         blocks = matrix.reshape(-1, _BLOCK_INPUTS, matrix.shape[1])
-        zeros = jnp.zeros((len(x), matrix.shape[1]), x.dtype)
+        zeros = jnp.zeros((len(x), matrix.shape[1]), jnp.float32)
         return jax.lax.scan(lambda y, pair: (y + direct(*pair), None), zeros, (x_blocks, blocks))[0]
 
     use_blocks = len(flat) <= _FEW_TOKENS and len(matrix) % _BLOCK_INPUTS == 0
     y = jax.lax.platform_dependent(flat, matrix, cpu=by_blocks if use_blocks else direct, default=direct)
-    return y.reshape(*x.shape[:-1], *kernel.shape[1:]) * scale
+    y = y.reshape(*x.shape[:-1], *kernel.shape[1:]) * scale.astype(jnp.float32)
+    return y.astype(x.dtype if dtype is None else dtype)
 
 
 def multiply_transposed(
