@@ -76,6 +76,15 @@ def bare(backend):
     return Tokenizer(backend, prefix_ids=(), eos_ids=(), special_tokens={})
 
 
+@pytest.mark.parametrize("text", ["caf\udce9 </s>", "a\ud83d"])
+def test_half_a_surrogate_pair_is_named(text):
+    """Python reads invalid UTF-8 of standard input as such if no locale is set, as in containers."""
+    tokenizer = bare(byte_level())
+    for encode in (tokenizer.encode, tokenizer.encode_spans, lambda text: tokenizer.encode(tokenizer.escape(text))):
+        with pytest.raises(ValueError, match=r"the text is not UTF-8: .* in position [13]: surrogates not allowed"):
+            encode(text)
+
+
 def stream(tokenizer, ids, **options):
     """The parts of a text that a streamer emits."""
     streamer = Streamer(tokenizer, **options)

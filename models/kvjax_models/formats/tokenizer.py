@@ -115,10 +115,9 @@ class Tokenizer:
             The token ids; start and end of the characters of every token, where tokens that share a character both
             have it; and the text without marks, to which these refer.
         """
-        problem = "the tokenizer cannot encode this text"
         if MARK in text:
-            return call_backend(problem, self._special_tokens.encode_spans, text)
-        return *call_backend(problem, encode_spans, self.backend, text), text
+            return _call_with_text(self._special_tokens.encode_spans, text)
+        return *_call_with_text(functools.partial(encode_spans, self.backend), text), text
 
     def _spell(self, ids: Sequence[int]) -> str:
         """Decodes tokens with special tokens, and marks special tokens that are encoded as text."""
@@ -136,10 +135,9 @@ class Tokenizer:
         return "".join([*parts, special.escape(plain)])
 
     def _encode(self, text: str) -> list[int]:
-        problem = "the tokenizer cannot encode this text"
         if MARK in text:
-            return call_backend(problem, self._special_tokens.encode, text)
-        return call_backend(problem, encode, self.backend, text)
+            return _call_with_text(self._special_tokens.encode, text)
+        return _call_with_text(functools.partial(encode, self.backend), text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decodes the tokens of an entire text; `decode_continuation` decodes tokens that follow others.
@@ -315,6 +313,26 @@ def _map_texts(value: Any, function: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
         return {key: one if key == "role" else _map_texts(one, function) for key, one in value.items()}
     return [_map_texts(one, function) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _call_with_text(function: Callable[[str], T], text: str) -> T:
+    """Calls a function that encodes a text.
+
+    Returns:
+        The function's result.
+
+    Raises:
+        ValueError: if it raises. Half a surrogate pair is named, of which the library says that the type is wrong;
+            standard input has them in place of invalid UTF-8 if no locale is set.
+    """
+    try:
+        return call_backend("the tokenizer cannot encode this text", function, text)
+    except ValueError:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the text is not UTF-8: {error}") from error
+        raise
 
 
 def call_backend(problem: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
