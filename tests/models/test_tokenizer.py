@@ -331,6 +331,18 @@ def test_invalid_options_and_messages_are_refused(call, message):
         call()
 
 
+def test_a_text_before_a_tool_call_may_be_omitted():
+    """Llama 3.1's and Mistral's templates render the calls of a message and nothing else of it."""
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}"
+        "{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    call = {"role": "assistant", "content": "Let me look.", "tool_calls": [{"function": {"name": "weather"}}]}
+    messages = [{"role": "user", "content": "Sun?"}, call, {"role": "tool", "content": "yes"}]
+    assert chat_template.render(template, messages) == "<user>Sun?<assistant>weather<tool>yes"
+
+
 def test_a_message_that_the_template_omits_is_refused():
     tokenizer = OPTIONS_TOKENIZER
     for messages in (

@@ -106,7 +106,8 @@ def _check_contents(template: str, values: Mapping[str, Any], messages: Sequence
     Raises:
         ValueError: if one is omitted.
     """
-    contents = [(_text(message) or "").strip() for message in messages]
+    # Llama's and Mistral's templates have no text before a tool call, which models may write.
+    contents = ["" if message.get("tool_calls") else (_text(message) or "").strip() for message in messages]
     probes = [
         _with_text(message, probe(number)) if content else message
         for number, (message, content) in enumerate(zip(messages, contents, strict=True))
