@@ -106,7 +106,8 @@ class CachePlans:
         if streaming or compressed.is_short or not compressed.plan.is_resizable:
             return (compressed,)
         context_tokens = rope_tokens(self.llm.model.config, _capacity(num_tokens + max_new_tokens))
-        block = min(compressed.block_size, _FULL_BLOCK)
+        # Not `block_size`, which a short answer limits: a later turn continues the row with another limit.
+        block = min(_FULL_BLOCK, *(policy.compact_every for policy in compressed.plan.policies))
         return tuple(
             self._full_rows(capacity, block, compressed.kv_dtype, context_tokens)
             for capacity in _capacities(num_tokens, max_new_tokens)

@@ -383,6 +383,22 @@ def test_rows_follow_their_tokens():
     assert collect(some_engine)[0][1] == expected
 
 
+def test_turns_of_a_full_cache_may_have_any_limits():
+    """Also of less than a block, beside a row with another limit."""
+    cache, question = llm().cache("exact"), prompts()[1][:9]
+    some_engine = cache.engine(rows=2)
+    for limits in ((9, 50), (50, 9)):
+        number = some_engine.add(prompts()[3], max_new_tokens=limits[0], keep=True)
+        prefix = [output.prefix for output in some_engine.run() if output.number == number][-1]
+        expected = cache.engine(rows=1)
+        first = some_engine.add(prompts()[0], max_new_tokens=limits[1])
+        expected.add(prompts()[0], max_new_tokens=limits[1])
+        some_engine.add(question, prefix, max_new_tokens=limits[1])
+        expected.add([*prefix.tokens, *question], max_new_tokens=limits[1])
+        rows = collect(some_engine)[0]
+        assert [rows[first], rows[first + 1]] == [*collect(expected)[0].values()]
+
+
 def test_answers_of_similar_lengths_share_a_compressed_row():
     cache = llm().cache("uniform:recent=16", "50%")
     for prompt in (100, 650, 3000):
