@@ -20,7 +20,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax.spec import MAX_TOKENS
 from kvjax_models.model.recurrent import RecurrentState
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.sampling import GREEDY, Sampling
@@ -104,10 +103,11 @@ class Prefix:
 
     @property
     def num_left(self) -> int:
-        """Maximum number of tokens that a row with a copy of the prefix may still receive; a full cache grows."""
-        if self.generator.plan.is_resizable:
-            return MAX_TOKENS
-        return self.num_first + self.generator.max_new_tokens - len(self.tokens)
+        """Maximum number of tokens that a row with a copy of the prefix may still receive in its size."""
+        plan = self.generator.plan
+        if plan.is_resizable:
+            return plan.capacity - len(self.tokens)
+        return self.num_first + plan.max_new_tokens - len(self.tokens)
 
     @property
     def max_suffix_tokens(self) -> int:

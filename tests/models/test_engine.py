@@ -12,6 +12,7 @@ from flax import nnx
 import kvjax
 from kvjax_models import LanguageModel, compile_cache
 from kvjax_models.engine import Collector, Output
+from kvjax_models.model.rotary import RopeScaling
 from kvjax_models.runner.answer_text import AnswerText, check_stop
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.sampling import Sampling
@@ -397,6 +398,48 @@ def test_turns_of_a_full_cache_may_have_any_limits():
         expected.add([*prefix.tokens, *question], max_new_tokens=limits[1])
         rows = collect(some_engine)[0]
         assert [rows[first], rows[first + 1]] == [*collect(expected)[0].values()]
+
+
+@pytest.mark.parametrize(("policy", "budget"), [("snapkv", "25%"), ("auto", "64KiB")])
+def test_a_full_cache_that_is_followed_by_another_kind_keeps_its_size(policy, budget):
+    """The cache of a short prompt is a full one, also with a budget; that of a long one is compressed."""
+    cache, question = llm().cache(policy, budget), [*range(90)] * 6
+    some_engine = cache.engine(rows=2)
+
+    def turn(prompt, prefix=None, **options):
+        number = some_engine.add(prompt, prefix, keep=True, **options)
+        return [output for output in some_engine.run() if output.number == number][-1].prefix
+
+    first = turn(prompts()[3], max_new_tokens=9)
+    assert first.generator.plan.is_resizable and not cache.rows(len(question), 9)[-1].plan.is_resizable
+    assert some_engine.num_left(first, 2, 3) == 3
+    longer = some_engine.num_left(first, len(question), 9)
+    assert longer < 0
+    with pytest.raises(ValueError, match=f"{len(question)} tokens of the prompt and max_new_tokens=9 exceed the"):
+        turn(question, first, max_new_tokens=9)
+    # Within its size, it has the tokens of a full cache.
+    some_engine.add(question[:100], max_new_tokens=9)
+    second = turn(question[:2], first, max_new_tokens=1)
+    exact = make_engine("exact")
+    exact.add([*first.tokens, *question[:2]], max_new_tokens=1)
+    assert second.tokens == (*first.tokens, *question[:2], *collect(exact)[0][0])
+    # With room for the later turns, the first one has the cache that these need.
+    roomy = turn(prompts()[3], max_new_tokens=9, room=len(question) + 20)
+    assert some_engine.num_left(roomy, len(question), 9) == 9
+    assert len(turn(question, roomy, max_new_tokens=9).tokens) == len(roomy.tokens) + len(question) + 9
+
+
+def test_turns_that_change_the_rotary_embedding_are_refused():
+    """The keys of a prefix were rotated for shorter sequences."""
+    long_factors = (1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 16.0, 16.0)
+    scaling = RopeScaling("longrope", 4.0, original_length=256, short_factors=(1.0,) * 8, long_factors=long_factors)
+    some_engine = make_engine("exact", tiny.make_lively_llm(**{"rope.scaling": scaling}))
+    some_engine.add(prompts()[0], max_new_tokens=20, keep=True)
+    prefix = [output.prefix for output in some_engine.run()][-1]
+    assert some_engine.num_left(prefix, 100, 60) == 60
+    assert some_engine.num_left(prefix, 100, 100) == 256 - 90 - 100
+    with pytest.raises(ValueError, match="exceed the 166 tokens that the row of the prefix has capacity for"):
+        some_engine.add(prompts()[0] * 2, prefix, max_new_tokens=60)
 
 
 def test_answers_of_similar_lengths_share_a_compressed_row():

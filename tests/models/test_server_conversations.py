@@ -161,6 +161,14 @@ def test_long_compressed_conversations_are_read_again(llm):
         assert all(map(num_cached, usages)) and 64 <= max(usage["completion_tokens"] for usage in usages) < 128
 
 
+def test_turns_of_other_caches_are_read_again(llm):
+    """The cache of a short conversation is a full one; that of a long one, and its capacity, are others."""
+    with Server(llm.cache("snapkv", "25%"), {"max_prompt_tokens": 2048, "max_new_tokens": 40}) as server:
+        for limit in (9, None):
+            messages, usages = converse(server, ("Why?", "x" * 200, "y"), max_tokens=limit, reuse=True)
+            assert num_cached(usages[1]) == 0 and len(messages) == 6
+
+
 def test_turns_used_least_recently_are_dropped(llm):
     questions = [user(f"Question {number}?") for number in range(3)]
 

@@ -236,6 +236,16 @@ class Engine:
         self._sequences[number] = RunningSequence(request, sizes, answer, constraint)
         return number
 
+    def num_left(self, prefix: Prefix, num_tokens: int, max_new_tokens: int) -> int:
+        """Returns how many of some new tokens a row that continues a prefix has capacity for.
+
+        Args:
+            prefix: a prefix that is not shared. Its row grows if longer rows are full caches of the same kind.
+            num_tokens: tokens after it and before the answer.
+            max_new_tokens: the new tokens.
+        """
+        return self._checks.num_left(prefix, num_tokens, max_new_tokens)
+
     def abort(self, number: int) -> None:
         """Ends a request, whose last output has the finish reason "abort"; does nothing if it is finished.
 

@@ -176,22 +176,54 @@ class RequestChecks:
 
     def sizes_of(self, request: Request, room: int | None) -> tuple[Generator, ...]:
         """Returns the sizes that the row of a request has in turn."""
-        prefix, shared = request.prefix, request.shared
-        if prefix is not None and prefix is not shared and not prefix.generator.plan.is_resizable:
-            # The row of a compressed prefix keeps its size.
-            if len(request.prompt) + request.max_new_tokens > prefix.num_left:
-                raise ValueError(
-                    f"{len(request.prompt)} tokens of the prompt and max_new_tokens={request.max_new_tokens} exceed "
-                    f"the {prefix.num_left} tokens that the row of the prefix has capacity for"
-                )
-            return (prefix.generator,)
+        prefix, num_tokens, limit = request.prefix, len(request.prompt), request.max_new_tokens
+        if prefix is None or prefix.is_shared:
+            return self._new_sizes(prefix, len(request.own_tokens), limit, room)
+        sizes = self._sizes_after(prefix, num_tokens, limit, room)
+        if sizes is None:
+            raise ValueError(
+                f"{num_tokens} tokens of the prompt and max_new_tokens={limit} exceed the {prefix.num_left} tokens "
+                "that the row of the prefix has capacity for"
+            )
+        return sizes
+
+    def num_left(self, prefix: Prefix, num_tokens: int, max_new_tokens: int) -> int:
+        """Returns how many of `max_new_tokens` a row has capacity for; see `Engine.num_left`."""
+        fits = self._sizes_after(prefix, num_tokens, max_new_tokens, None) is not None
+        return max_new_tokens if fits else prefix.num_left - num_tokens
+
+    def _new_sizes(
+        self, shared: Prefix | None, num_tokens: int, max_new_tokens: int, room: int | None
+    ) -> tuple[Generator, ...]:
+        """Returns the sizes of a row that holds `num_tokens` before the answer."""
         sizes = self._sizes if shared is None else shared.rows
         if sizes is None:
             raise ValueError("the rows of this engine continue documents; pass the document of the request")
-        chosen = sizes(len(request.own_tokens), request.max_new_tokens)
-        if room is None or chosen[-1].plan.is_resizable:  # a full cache grows
+        chosen = sizes(num_tokens, max_new_tokens)
+        if room is None or room <= max_new_tokens:
             return chosen
-        return sizes(len(request.own_tokens), max(request.max_new_tokens, room))
+        longest = sizes(num_tokens, room)
+        # A full cache grows, if the longest one is of the same kind; a server reads the tokens after a document again.
+        if chosen[-1].plan.is_resizable and (shared is not None or chosen[-1].can_move_to(longest[0])):
+            return chosen
+        return longest
+
+    def _sizes_after(
+        self, prefix: Prefix, num_tokens: int, max_new_tokens: int, room: int | None
+    ) -> tuple[Generator, ...] | None:
+        """Returns the sizes of a row that continues a prefix which is not shared; None if it lacks capacity."""
+        size, num_tokens_before = prefix.generator, len(prefix.tokens)
+        if size.plan.is_resizable and not (size.is_short and num_tokens + max_new_tokens <= prefix.num_left):
+            sizes = self._new_sizes(prefix.after, num_tokens_before + num_tokens, max_new_tokens, room)
+            if size.can_move_to(sizes[0]):
+                return sizes
+            # A budget of bytes may hold a short prompt and a long answer, but not a long prompt.
+            limit = num_tokens_before + num_tokens + max_new_tokens - prefix.num_first
+            sizes = self._new_sizes(prefix.after, prefix.num_first, limit, room)[-1:]
+            if size.can_move_to(sizes[0]):
+                return sizes
+        # The row of a compressed cache, and of a full one that is followed by another kind of cache, keeps its size.
+        return (size,) if num_tokens + max_new_tokens <= prefix.num_left else None
 
 
 def waiting(request: Request, sizes: Sequence[Generator], *, batches_prompts: bool) -> Waiting:

@@ -8,6 +8,7 @@ time, and every generator compresses them before the next layer is computed.
 import copy
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -168,6 +169,14 @@ class Generator:
         other = copy.copy(self)
         other._set_batch(batch)
         return other
+
+    def can_move_to(self, other: "Generator") -> bool:
+        """Returns whether rows of these sizes can have another size: both hold all tokens, in equal caches."""
+        if not (self.plan.is_resizable and other.plan.is_resizable):
+            return False
+        tokens = self.context_tokens, other.context_tokens
+        rotaries = ([self.config.rotary(number, count) for number in self.config.attention_layers] for count in tokens)
+        return self.policies == other.policies and self.kv_dtype == other.kv_dtype and operator.eq(*rotaries)
 
     @property
     def row_bytes(self) -> int:

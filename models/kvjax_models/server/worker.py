@@ -94,7 +94,9 @@ class _Jobs:
             for index, prompt in enumerate(job.prompts):
                 suffix, limit = prompt[job.num_reused :], job.max_new_tokens
                 if limit is None and job.document is None:
-                    limit = default_limit if prefix is None else min(default_limit, prefix.num_left - len(suffix))
+                    limit = default_limit
+                    if prefix is not None:
+                        limit = self.engine.num_left(prefix, len(suffix), default_limit)
                 number = self.engine.add(
                     suffix,
                     job.document if prefix is None else prefix,
@@ -122,7 +124,10 @@ class _Jobs:
             return None
         # Without a limit, a short answer is not worth the time that a continued row saves.
         needed = job.max_new_tokens or max(self._default_limit // 2, 1)
-        return prefix if len(prompt) - len(prefix.tokens) + needed <= prefix.num_left else None
+        if job.document is not None and job.max_new_tokens is None:
+            needed = max(job.document.max_new_tokens - len(prompt), 1)  # the default of the engine
+        num_tokens = len(prompt) - len(prefix.tokens)
+        return prefix if self.engine.num_left(prefix, num_tokens, needed) >= needed else None
 
     def abort(self, job: Job, error: Exception | None = None) -> None:
         """Ends all sequences of a job, with an error after the text that was held back."""
