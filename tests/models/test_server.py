@@ -686,6 +686,18 @@ def test_documents_beyond_the_limit_are_on_disk(random_llm, tmp_path):
             assert len(answers) == 1 and server.metric("kvjax_documents ") == 4
 
 
+def test_the_last_document_leaves_its_memory_to_rows(random_llm, tmp_path):
+    """A prompt, or a question to another document, would otherwise wait forever."""
+    cache, text = random_llm.cache("exact"), TEXT_OF_DOCUMENT * 4
+    size, row_bytes = cache.read(text).prefix.held_bytes, cache.rows(200, 50)[0].row_bytes
+    sizes = {"documents_dir": str(tmp_path), "cache_bytes": size + row_bytes // 2, "max_prompt_tokens": 4096}
+    with Server(cache, sizes) as server:
+        assert server.post(DOCUMENTS, id="a", text=text)[0] == 200
+        assert server.metric("kvjax_documents ") == 1
+        ask(server, CHAT, False, "x" * 200, max_tokens=9)
+        assert server.metric("kvjax_documents ") == 0
+
+
 def test_a_warm_server_compiles_nothing_for_usual_requests(random_llm):
     """Neither a prompt, nor a first question to a new document, nor two at a time."""
     with Server(random_llm.cache("streaming_llm", "50%"), {"warm_up": True}) as server:

@@ -169,6 +169,11 @@ class Engine:
         self._scheduler.max_bytes = value
 
     @property
+    def is_blocked(self) -> bool:
+        """Whether requests wait, and none can start before `max_bytes` is larger."""
+        return self._scheduler.is_blocked
+
+    @property
     def needed_bytes(self) -> int:
         """Bytes that all rows in use may come to take, and the largest row of a request that waits."""
         waiting = max((request.row_bytes for request in self._scheduler.waiting), default=0)

@@ -76,6 +76,11 @@ class Scheduler:
         """Bytes that the rows of all requests that have started may come to take."""
         return sum(self.started.values())
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether no request has started, and the bytes of the first one that waits do not fit."""
+        return bool(self.waiting) and not self.started and not self._fits(self.waiting[0], [])
+
     def add(self, request: Waiting) -> None:
         """Appends a request to the queue.
 

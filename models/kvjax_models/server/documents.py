@@ -112,6 +112,11 @@ class Documents:
                 self._in_memory.popitem(last=False)
         self._conversations.trim()
 
+    def free_saved(self) -> None:
+        """Frees the memory of all documents that are saved."""
+        if self._directory is not None:
+            self._in_memory.clear()
+
     def get(self, name: str) -> Document:
         """Returns a document, which is read from the directory if it is not in memory.
 

@@ -477,6 +477,9 @@ class Worker:
             return
         self.documents.make_room()
         self._limit_rows(self.held_bytes + self.conversations.held_bytes)
+        if self._jobs.engine.is_blocked:  # by the document that was used last
+            self.documents.free_saved()
+            self._limit_rows(self.held_bytes + self.conversations.held_bytes)
         try:
             self._jobs.step()
         except Exception as error:
