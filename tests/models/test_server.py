@@ -14,6 +14,7 @@ import subprocess
 import threading
 import time
 import traceback
+import weakref
 
 import openai
 import pytest
@@ -21,6 +22,7 @@ import pytest
 from kvjax_models.server import app, documents, schema
 from kvjax_models.server.answers import Format
 from kvjax_models.server.app import _PAGE
+from kvjax_models.server.conversations import Conversations
 from kvjax_models.server.documents import Documents
 from kvjax_models.server.settings import Settings
 from kvjax_models.server.worker import Worker, _Jobs
@@ -684,6 +686,27 @@ def test_documents_beyond_the_limit_are_on_disk(random_llm, tmp_path):
                 for name in names[: statuses.count(200)]
             }
             assert len(answers) == 1 and server.metric("kvjax_documents ") == 4
+
+
+def test_questions_to_one_document_hold_one_copy(random_llm, tmp_path):
+    """Also if another document has taken its place in memory while they run."""
+    sizes = Settings(documents_dir=str(tmp_path), cache_bytes=2**20)  # of which rows need all
+    arguments = Conversations(0, lambda: 0), lambda: 2**20, lambda document: iter(())
+    with contextlib.closing(Documents(random_llm.cache("exact"), sizes, *arguments)) as held:
+
+        def read(name):
+            return [*held.read(schema.DocumentRequest(id=name, text=TEXT_OF_DOCUMENT))]
+
+        read("a")
+        first = held.get("a")
+        read("b")
+        assert len(held) == 1 and held.get("a") is first
+        held.delete("a")
+        read("a")
+        assert held.get("a") is not first
+        second = weakref.ref(held.get("a"))
+        held.get("b")
+        assert second() is None
 
 
 def test_the_last_document_leaves_its_memory_to_rows(random_llm, tmp_path):

@@ -15,6 +15,7 @@ import re
 import secrets
 import shutil
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -67,6 +68,8 @@ class Documents:
         self.cache, self._settings, self._conversations = cache, settings, conversations
         self._row_bytes, self._warm_up = row_bytes, warm_up
         self._in_memory: collections.OrderedDict[str, Document] = collections.OrderedDict()  # oldest use first
+        # Also those that only requests hold.
+        self._alive: weakref.WeakValueDictionary[str, Document] = weakref.WeakValueDictionary()
         # Time of the last use of every document, in seconds since 1970; its directory has the same time.
         self._used: dict[str, float] = {}
         self._lock: filelock.BaseFileLock | None = None
@@ -125,7 +128,7 @@ class Documents:
         """
         saved = self._locate(name)
         if saved is not None and name not in self._in_memory:
-            self._insert(name, self._open(name, saved))
+            self._insert(name, self._alive.get(name) or self._open(name, saved))
         self._in_memory.move_to_end(name)
         self._used[name] = time.time()
         if saved is not None:
@@ -279,6 +282,7 @@ class Documents:
             saved.rename(partial)
             shutil.rmtree(partial, ignore_errors=True)
         self._in_memory.pop(name, None)
+        self._alive.pop(name, None)
         self._used.pop(name, None)
         return {"id": name, "object": "document", "deleted": True}
 
@@ -314,7 +318,7 @@ class Documents:
 
     def _insert(self, name: str, document: Document) -> None:
         """Holds a document in memory; the ones used least recently are in the directory only."""
-        self._in_memory[name] = document
+        self._in_memory[name] = self._alive[name] = document
         self.make_room()
 
     def _save(self, document: Document, path: pathlib.Path) -> None:
