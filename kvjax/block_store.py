@@ -233,17 +233,23 @@ def attend_blocks(
     rows = group_queries(query, heads)
     kernel_rows = rows if store.formats is None else rotate(rows).astype(rows.dtype)
     kernel_blocks = as_blocks(store, logit_cap)
-    if blocks is None and not is_on_host(store.entries):
+    offset = None if store.offset is None else jnp.repeat(store.offset, heads // store.offset.shape[1], axis=1)
+    # The cap is not linear: q.offset cannot be added to capped logits.
+    dequantizes = offset is not None and logit_cap is not None
+    if blocks is None and not is_on_host(store.entries) and not dequantizes:
         sums = cluster_recall(kernel_rows, kernel_blocks, block_indices, block_lengths)
     else:
         if blocks is None:
             blocks = compute_where_stored(gather_blocks, store.entries, block_indices)
         scale = None if store.scale is None else gather_blocks(store.scale, block_indices)
         entries = blocks_as_entries(kernel_blocks, blocks, scale, block_lengths, rows.shape[3])
+        if dequantizes:
+            keys = dequantize(dataclasses.replace(cast(QuantizedArray, entries.keys), offset=offset))
+            kernel_rows, entries = rows, dataclasses.replace(entries, keys=keys)
         sums = weighted_decode(kernel_rows, entries)
-    if store.offset is not None:
-        offset = jnp.repeat(store.offset, heads // store.offset.shape[1], axis=1)
-        sums = shift_logits(sums._replace(numerator=rotate_back(sums.numerator)), shift_of_logits(rows, offset))
+    if offset is not None:
+        sums = sums._replace(numerator=rotate_back(sums.numerator))
+        sums = sums if dequantizes else shift_logits(sums, shift_of_logits(rows, offset))
     return merge_over_sequence(by_token(sums, tokens=1))
 
 

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from kvjax import block_store
 from kvjax.attention import attend_segments
+from kvjax.partials import normalize
 from kvjax.segment import Segment
 from pallas_kernels.cluster_recall import blocks_as_entries, gather_blocks, padded_width
-from tests.kvjax.support import make_spec
+from tests.kvjax.support import make_spec, softmax_attention
 
 BLOCK_SIZE = 4
 
@@ -56,6 +57,23 @@ def test_attention_reads_the_selected_blocks(group, dim, value_dim):
         expected = attend_segments(query, (gathered,), logit_cap=logit_cap)
         actual = block_store.attend_blocks(query, store, block, count, logit_cap, fetched)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual, expected)
+
+
+@pytest.mark.parametrize("is_fetched", [False, True])
+def test_logits_of_quantized_blocks_are_capped_with_the_mean_key(is_fetched):
+    """q.mean is part of a logit before the cap."""
+    rng, dim, cap = np.random.default_rng(0), 16, 2.0
+    keys, values = rng.normal(size=(2, 8, dim)).astype(np.float32)
+    keys += 3 * rng.normal(size=dim).astype(np.float32)
+    spec = make_spec(head_dim=dim, kv_dtype="int8", rope_frequencies=None)
+    arranged = block_store.arrange_blocks(np.arange(8).reshape(2, 4), keys, values, np.arange(8))
+    one = block_store.write_blocks(block_store.init_block_store(spec, 2, 4), np.arange(2), arranged)
+    store = jax.tree.map(lambda x: x[None, None], one)
+    query, block = jnp.asarray(rng.normal(size=(1, 1, 2, dim)), jnp.float32), jnp.broadcast_to(jnp.arange(2), (1, 2, 2))
+    fetched = gather_blocks(store.entries, block) if is_fetched else None
+    read = block_store.attend_blocks(query, store, block, jnp.full_like(block, 4), cap, fetched)
+    expected = [softmax_attention(one, keys, values, logit_cap=cap) for one in np.asarray(query)[0, 0]]
+    np.testing.assert_allclose(normalize(read)[0, 0], expected, atol=0.02)
 
 
 @pytest.mark.parametrize("value_dim", [3, 5])
