@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax.methods.infinigen.skew import Skew
-from tests.kvjax.support import HEAD_DIM, LENGTHS, NEW, decoded, make_spec, make_stream, row_keys
+from tests.kvjax.support import HEAD_DIM, LENGTHS, NEW, decoded, make_spec, make_stream, prefilled, row_keys
 
 KV_HEADS, GROUP, STAGED = 2, 2, 8
 
@@ -87,3 +87,11 @@ def test_skews_of_equal_content_are_equal(skew, skew_file, tmp_path):
     assert Skew.load(copy) != first
     with pytest.raises(ValueError, match="has changed"):
         Skew(str(copy), sha256="0").matrices()
+
+
+def test_the_mean_key_of_a_quantized_store_has_no_padding():
+    stream = make_stream()
+    cache, _ = prefilled(kvjax.InfiniGen(9, compact_every=STAGED), stream, make_spec(kv_dtype="int4"))
+    for row, length in enumerate(LENGTHS):
+        mean = stream.keys[row, :length].mean(axis=0)
+        np.testing.assert_allclose(cache.state.store.offset[row], mean, rtol=1e-4, atol=1e-5)

@@ -190,10 +190,13 @@ def _append(
         """Appends tokens (keys, values, first position, count) of one head to its `store` and its `partial` keys."""
         keys, values, first, count = tokens
         number = jnp.arange(keys.shape[0])
-        index = jnp.where(number < count, first + number, OUT_OF_RANGE)
+        is_new = number < count
+        index = jnp.where(is_new, first + number, OUT_OF_RANGE)
         partial_keys = (keys.astype(jnp.float32) @ partial.columns).astype(partial.keys.dtype)
         partial = dataclasses.replace(partial, keys=write_index(partial.keys, index, partial_keys))
-        return write_blocks(store, index, arrange_blocks(number[:, None], keys, values, first + number)), partial
+        # Padding has no block, so that it is no part of the mean key of a quantized store.
+        source = jnp.where(is_new, number, keys.shape[0])[:, None]
+        return write_blocks(store, index, arrange_blocks(source, keys, values, first + number)), partial
 
     append = per_head(append_head, 0, 0, 0, 0, None, None)
     store, partial = append(state.store, state.partial, keys, values, state.total, count)
