@@ -72,6 +72,20 @@ def test_softmax_balance_keeps_the_smaller_class_with_doubled_weights(seed):
     np.testing.assert_array_equal(same.indices, index)
 
 
+def test_signs_ignore_long_keys_of_weight_zero():
+    """Empty slots of a tree hold copies of a key that may be longer than all keys with a weight."""
+    rng = np.random.default_rng(0)
+    keys = 10 * (rng.normal(size=128) + 0.1 * rng.normal(size=(64, 128))).astype(np.float32)
+    weights = np.where((np.arange(64) >= 20) & (np.arange(64) < 32), 0.0, 1.0).astype(np.float32)
+    key_norm = np.linalg.norm(keys[weights > 0], axis=1).max()
+    longer = np.where(weights[:, None] > 0, keys, 1.2 * keys[0])
+    (expected, *_), (actual, *_) = (
+        softmax_balance(jax.random.key(0), x, None, weights, c=30.0, key_norm=key_norm) for x in (keys, longer)
+    )
+    np.testing.assert_array_equal(actual, expected)
+    assert np.count_nonzero(actual) > 15
+
+
 # --- the released code ---
 
 

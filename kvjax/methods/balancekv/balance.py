@@ -82,7 +82,9 @@ def softmax_signs(
     tokens, head_dim = keys.shape
     blocks = -(-tokens // block)
     pad = blocks * block - tokens
-    keys = jnp.pad(keys.astype(jnp.float32), ((0, pad), (0, 0)))
+    # `key_norm` need not bound the keys of empty entries, and infinity times a weight of zero is NaN.
+    keys = jnp.where(weights[:, None] > 0, keys.astype(jnp.float32), 0.0)
+    keys = jnp.pad(keys, ((0, pad), (0, 0)))
     scale = jnp.pad(weights / jnp.maximum(jnp.max(weights), 1e-30), (0, pad))
     values = None if values is None else jnp.pad(values.astype(jnp.float32) / value_norm, ((0, pad), (0, 0)))
     uniforms = jnp.pad(uniforms, (0, pad))
