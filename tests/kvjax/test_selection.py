@@ -15,7 +15,7 @@ import kvjax
 from kvjax.combinators.ada_kv import AdaKV
 from kvjax.methods.top_k.kvgrad import KVgrad
 from kvjax.methods.top_k.kvzip import KVzip
-from kvjax.methods.top_k.leverage_scores import LeverageScores
+from kvjax.methods.top_k.leverage_scores import LeverageScores, leverage
 from kvjax.methods.top_k.top_k_policy import TopKPolicy
 from kvjax.methods.top_k.top_k_store import later_token_slots
 from kvjax.policy import Prompt, RepeatedPrompt
@@ -455,6 +455,16 @@ def test_scores_of_a_row_equal_those_of_its_tokens_alone(name, cap, sink_logits)
         scored = slice(policy.sinks, max(length - policy.recent, policy.sinks))
         actual = scores[number, :, :length][:, scored]
         np.testing.assert_allclose(actual, expected(row, policy)[:, scored], rtol=2e-4, atol=2e-5)
+
+
+def test_leverage_of_few_distinct_keys_is_finite():
+    """Before RoPE, keys of a first layer depend on the token alone, and a Gram matrix in float32 is singular."""
+    rng = np.random.default_rng(0)
+    keys = 20 * rng.normal(size=(20, 64))[rng.integers(0, 20, 200)]
+    keys[0] += 100 * rng.normal(size=64)
+    actual = jax.jit(leverage)(jnp.asarray(keys, jnp.float32), jnp.ones(200, bool))
+    assert np.isfinite(actual).all() and np.argmax(actual) == 0
+    np.testing.assert_allclose(actual.sum(), 20, rtol=0.01)  # the rank of the centered keys
 
 
 def test_prompts_without_what_a_policy_requires_are_refused():

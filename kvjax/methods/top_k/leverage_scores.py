@@ -13,6 +13,7 @@ from kvjax.policy import Prompt, check_min
 from kvjax.shared.per_head import per_head
 
 RIDGE = 1e-2  # added to the Gram matrix, as in kvpress
+RIDGE_GROWTH = 10.0  # as in kvpress, until float32 has a Cholesky factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +74,9 @@ def leverage(
 ) -> Float[Array, "T"]:
     """Computes the statistical leverage of every valid key.
 
+    If fewer distinct keys than dimensions make the Gram matrix singular, the ridge can be below its rounding errors.
+    Then it grows until the Cholesky factor exists.
+
     Args:
         valid: keys that count.
         sketch: a matrix that reduces the dimensions of keys.
@@ -84,6 +88,19 @@ def leverage(
     mean = jnp.sum(jnp.where(valid, keys, 0.0), axis=0) / jnp.maximum(jnp.sum(valid), 1)
     centered = jnp.where(valid, keys - mean, 0.0)
     centered = centered if sketch is None else centered @ sketch
-    gram = centered.T @ centered + RIDGE * jnp.eye(centered.shape[1])
-    half = jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(gram), centered.T, lower=True)
+    factor = _regularized_factor(centered.T @ centered)
+    half = jax.scipy.linalg.solve_triangular(factor, centered.T, lower=True)
     return jnp.sum(jnp.square(half), axis=0)
+
+
+def _regularized_factor(gram: Float[Array, "D D"]) -> Float[Array, "D D"]:
+    """Returns the Cholesky factor of a Gram matrix with the smallest ridge for which it exists."""
+
+    def factorize(ridge: Float[Array, ""]) -> tuple[Float[Array, ""], Float[Array, "D D"]]:
+        return ridge, jnp.linalg.cholesky(gram + ridge * jnp.eye(gram.shape[0]))
+
+    def fails(carry: tuple[Float[Array, ""], Float[Array, "D D"]]) -> Bool[Array, ""]:
+        ridge, factor = carry
+        return jnp.isnan(factor).any() & (ridge < jnp.trace(gram))
+
+    return jax.lax.while_loop(fails, lambda carry: factorize(RIDGE_GROWTH * carry[0]), factorize(jnp.float32(RIDGE)))[1]
