@@ -112,7 +112,8 @@ class H2O(Policy[H2OState]):
         positions = state.position
         if positions is not None:
             positions = positions.at[:, :, :count].set(jnp.where(occupied, chosen, 0))
-        window = windows.write_selected(window, slot, prompt.keys, prompt.values, chosen)
+        target = jnp.where(occupied, slot, window.selected)
+        window = windows.write_selected(window, target, prompt.keys, prompt.values, chosen)
         return H2OState(window, dataclasses.replace(state.scores, window=scores), positions)
 
     def segments(self, state: H2OState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:

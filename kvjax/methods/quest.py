@@ -125,9 +125,11 @@ class Quest(Policy[QuestState]):
         store, pages = per_head(write_head, 0, 0, 0, 0, None)(state.store, state.pages, keys, values, full)
         remaining = jnp.minimum(PAGE * full[:, None] + jnp.arange(PAGE - 1), tokens - 1)
         source = jnp.broadcast_to(remaining[:, None], (*keys.shape[:2], PAGE - 1))
-        slot = jnp.broadcast_to(jnp.arange(PAGE - 1), source.shape)
+        pending = prompt.lengths - PAGE * full
+        slot = jnp.arange(PAGE - 1)
+        slot = jnp.broadcast_to(jnp.where(slot < pending[:, None], slot, window.selected)[:, None], source.shape)
         window = windows.write_selected(window, slot, keys, values, source)
-        return QuestState(window, prompt.lengths - PAGE * full, full, state.overflow, store, pages)
+        return QuestState(window, pending, full, state.overflow, store, pages)
 
     def segments(self, state: QuestState, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:
         """Returns the window and the store of a state."""

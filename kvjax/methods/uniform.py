@@ -77,8 +77,10 @@ class Uniform(Policy[Sample]):
         source = per_head(select, 0, None)(-draws, windows.middle_mask(window, tokens))
         slot = jnp.broadcast_to(jnp.arange(size), source.shape)
         _, sampled = self._num_sampled(window)
-        priority = jnp.where(slot < sampled[:, None, None], jnp.take_along_axis(draws, source, axis=-1), jnp.inf)
-        window = windows.write_selected(window, slot, prompt.keys, prompt.values, source)
+        is_used = slot < sampled[:, None, None]
+        priority = jnp.where(is_used, jnp.take_along_axis(draws, source, axis=-1), jnp.inf)
+        target = jnp.where(is_used, slot, window.selected)
+        window = windows.write_selected(window, target, prompt.keys, prompt.values, source)
         return self._set_weights(state, window, state.priority.at[:, :, :size].set(priority))
 
     def segments(self, state: Sample, num_visible_staged: Int[Array, "B #T"]) -> tuple[SegmentLike, ...]:

@@ -73,7 +73,7 @@ def occupancy(window: Window) -> tuple[Int[Array, "B"], Int[Array, "B"], Int[Arr
 
 
 def fill(window: Window, prompt: Any) -> Window:
-    """Takes a prompt's first and last tokens into an empty window; selected slots do not change.
+    """Takes a prompt's first and last tokens into an empty window; other slots do not change.
 
     Args:
         prompt: a `kvjax.policy.Prompt`.
@@ -86,12 +86,15 @@ def fill(window: Window, prompt: Any) -> Window:
     def fill_row(buffer: Float[Array, "H S D"], tokens: Float[Array, "H T D"], length: Int[Array, ""]):
         """Writes the last and the first of one row's `tokens` into the slots of its `buffer`."""
         positions = jnp.concatenate([length - recent + jnp.arange(recent), jnp.arange(sinks)])
+        is_recent = jnp.arange(recent + sinks) < recent
+        is_used = jnp.where(is_recent, positions >= sinks, positions < length)
         picked = tokens[:, jnp.clip(positions, 0, tokens.shape[1] - 1)]
+        # Copies in unused slots would be part of the mean key of a quantized cache.
+        picked = jnp.where(is_used[:, None], picked, 0)
         return buffer.at[:, : recent + sinks].set(picked.astype(buffer.dtype))
 
     return dataclasses.replace(
         window,
-        # A short prompt leaves copies of other tokens in unused slots, which are outside the occupied range.
         keys=jax.vmap(fill_row)(window.keys, prompt.keys, prompt.lengths),
         values=jax.vmap(fill_row)(window.values, prompt.values, prompt.lengths),
         total=prompt.lengths,

@@ -25,11 +25,13 @@ from tests.kvjax.support import (
     POLICIES,
     WINDOW,
     after,
+    begin,
     each,
     go,
     make_spec,
     make_stream,
     prefilled,
+    prompt_of,
     row_keys,
 )
 
@@ -144,6 +146,17 @@ def test_shared_slots_are_as_precise_as_separate_ones():
             outputs.append(kvjax.normalize(attend(*kvjax.compact(*state), jnp.asarray(stream.queries[:, 40:44]))))
         errors.append(np.mean(np.abs(outputs[0] - outputs[1])))
     assert errors[1] < 1.2 * errors[0]
+
+
+@pytest.mark.parametrize("name", each(("streaming_llm", "uniform", "clustergen", "h2o", "quest"), quick=("uniform",)))
+def test_unused_slots_are_no_part_of_the_mean_key(name):
+    """Otherwise a short prompt has a mean close to one of its keys, which also depends on the padding."""
+    length, stream, spec = 12, make_stream().row(0), make_spec(batch=1, kv_dtype="int4")
+    for padded in (length, 40):
+        prompt = prompt_of(stream, (length,), padded)
+        cache, _ = begin(POLICIES[name], spec, row_keys(1), *prompt, (length,))  # all tokens fit into the window
+        mean = stream.keys[0, :length].mean(axis=0)
+        np.testing.assert_allclose(cache.state.window.keys.offset[0], mean, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("policy", [kvjax.Exact(), kvjax.StreamingLLM(16)], ids=["exact", "streaming_llm"])

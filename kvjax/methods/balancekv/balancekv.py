@@ -156,13 +156,15 @@ class BalanceKV(Policy[BalanceKVState]):
         def put(buffer: Float[Array, "B H S"], *weights: Float[Array, "B H n"]) -> Float[Array, "B H S"]:
             return windows.put_aligned(window, slot, buffer, jnp.concatenate(weights, axis=2), slot)
 
+        is_used = jnp.concatenate([log_needle, log_halved], axis=2) > -jnp.inf
+        target = jnp.where(is_used, slot, window.selected)
         log_den = state.log_den
         if log_den is not None:
             same = jnp.where(jnp.isneginf(log_halved), -jnp.inf, state.halvings * math.log(2))
             log_den = put(log_den, log_needle, same)
         return dataclasses.replace(
             state,
-            window=windows.write_selected(window, slot, keys, values, source),
+            window=windows.write_selected(window, target, keys, values, source),
             log_num=put(state.log_num, log_needle, log_halved),
             log_den=log_den,
             unkept=unkept,

@@ -96,6 +96,7 @@ class ClusterGen(Policy[ClusterGenState]):
         middle = windows.middle_mask(window, prompt.keys.shape[2])
         centers = per_head(functools.partial(greedy_k_center, k=self.num_centers), 0, None)(prompt.keys, middle)
         slot = jax.lax.broadcasted_iota(jnp.int32, centers.index.shape, 2)
+        slot = jnp.where(centers.separation > -jnp.inf, slot, window.selected)
         window = windows.write_selected(window, slot, prompt.keys, prompt.values, centers.index)
         # All heads of a row have as many candidates, hence as many centers.
         count = jnp.sum(centers.separation[:, 0] > -jnp.inf, axis=-1, dtype=jnp.int32)
