@@ -787,7 +787,9 @@ def _scale_queries(spec: CacheSpec, query: Array) -> Array:
     """Scales queries so that their products with keys over sqrt(D) are the model's logits."""
     if spec.scale is None:
         return query
-    return query * jnp.asarray(spec.scale * spec.head_dim**0.5, query.dtype)
+    # In float32: rounded to bfloat16, the factor would change all logits by up to 0.2%.
+    wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
+    return (wide * (spec.scale * spec.head_dim**0.5)).astype(query.dtype)
 
 
 def _zero_invalid(x: Float[Array, "B T H D"], valid: Bool[Array, "B T"]) -> Float[Array, "B T H D"]:
