@@ -8,7 +8,6 @@ time, and every generator compresses them before the next layer is computed.
 import copy
 import dataclasses
 import functools
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -174,9 +173,13 @@ class Generator:
         """Returns whether rows of these sizes can have another size: both hold all tokens, in equal caches."""
         if not (self.plan.is_resizable and other.plan.is_resizable):
             return False
-        tokens = self.context_tokens, other.context_tokens
-        rotaries = ([self.config.rotary(number, count) for number in self.config.attention_layers] for count in tokens)
-        return self.policies == other.policies and self.kv_dtype == other.kv_dtype and operator.eq(*rotaries)
+        return self._kept_properties() == other._kept_properties()
+
+    def _kept_properties(self) -> tuple[Any, ...]:
+        """Returns what the entries of a cache depend on, besides their number."""
+        layers = self.config.attention_layers
+        rotaries = [self.config.rotary(layer, self.context_tokens) for layer in layers]  # keys are rotated in the cache
+        return self.policies, self.kv_dtype, rotaries
 
     @property
     def row_bytes(self) -> int:
