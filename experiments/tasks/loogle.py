@@ -70,8 +70,8 @@ def _score_cloze(answer: str, question: Question) -> float:
     """Returns the share of masks whose names are right; 0 if the answer is not a dictionary."""
     try:
         names = ast.literal_eval(answer.strip())
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        names = None
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        names = None  # a TypeError is a list or dictionary as a key, or in a set
     if not isinstance(names, dict):
         return 0.0
     right = json.loads(question.answers[0])

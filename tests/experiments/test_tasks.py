@@ -161,6 +161,8 @@ def test_loogle_scores_names_of_masks(data_dir):
     assert task.score(" {'<mask-0>': 'Ann', '<mask-1>': 'Bob'}", question) == 0.5
     assert task.score("{'<mask-0>': 'Ann', '<mask-1>': 'Bo'}", question) == 1
     assert task.score("Ann and Bo", question) == task.score("['Ann']", question) == 0
+    for braces in ("{{'<mask-0>': 'Ann'}}", "{['<mask-0>']: 'Ann'}"):  # values that cannot be hashed
+        assert task.score(braces, question) == 0
 
 
 def test_squad_takes_paragraphs_of_its_article_first(data_dir):
