@@ -20,6 +20,7 @@ ANSWER_TOKENS = 256
 CHAT_TOKENS = 512  # of an answer step by step
 QUESTIONS = 4  # questions per document of GSM8K
 SECONDS, MEMORY = 5, 2**30  # limits of a program of HumanEval
+_PASSED = 87  # exit code after all tests; a function that ends the program early has another one
 _BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."  # as published for Qwen2.5-Math
 _LIMITS = f"""import resource
 resource.setrlimit(resource.RLIMIT_AS, ({MEMORY}, {MEMORY}))
@@ -122,12 +123,13 @@ def passes_tests(answer: str, question: Question) -> float:
     """
     tests, prompt = question.answers
     body = re.split(r"\n(?=[^\s#])", answer)[0]
-    words = [sys.executable, "-I", "-c", f"{_LIMITS}{prompt}{body}\n{tests}"]
+    program = f"{_LIMITS}{prompt}{body}\n{tests}\nraise SystemExit({_PASSED})"
+    words = [sys.executable, "-I", "-c", program]
     try:
         done = subprocess.run(words, capture_output=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return 0.0
-    return float(done.returncode == 0)
+    return float(done.returncode == _PASSED)
 
 
 def humaneval_trace(argument: str, request: Request) -> Task:

@@ -332,6 +332,7 @@ def test_code_runs_with_limits():
     question = Question("", ("def check(f):\n    assert f(2) == 4\ncheck(f)\n", "def f(x):\n"))
     assert passes_tests("    return 2 * x\n\nprint('unused')", question) == 1
     assert passes_tests("    return x", question) == 0
+    assert passes_tests("    exit()", question) == 0
     assert passes_tests("    return [0] * 10**10", question) == 0  # memory
 
 
