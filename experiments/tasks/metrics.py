@@ -31,10 +31,13 @@ def qa_f1_zh(prediction: str, answer: str) -> float:
 
 
 def rouge_l(prediction: str, answer: str) -> float:
-    """Returns the F-measure of ROUGE-L; 0 if a text has no word."""
+    """Returns the F-measure of ROUGE-L; 0 if a text has no word, or sentences of hundreds of words.
+
+    The package `rouge` recurses word by word, and the published scorer counts any of its errors as 0.
+    """
     try:
         return rouge.Rouge().get_scores([prediction], [answer], avg=True)["rouge-l"]["f"]
-    except ValueError:  # nothing to compare
+    except (ValueError, RecursionError):  # nothing to compare, or too much
         return 0.0
 
 

@@ -22,6 +22,11 @@ def test_scores_equal_the_published_scorer():
     assert {task.metric for task in longbench.data_sets().values()} == {*score}
 
 
+def test_sentences_that_are_too_long_for_the_published_scorer_count_as_zero():
+    summary, other = (" ".join(f"{letter}{number}" for number in range(1200)) for letter in "ab")
+    assert metrics.rouge_l(summary, other) == metrics.rouge_l_zh(summary, other) == 0
+
+
 ENTRY = {"input": "Who?", "context": "Ann. {x}", "answers": ["Ann", "Anna"], "length": 4000, "all_classes": None}
 
 
