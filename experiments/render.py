@@ -565,7 +565,7 @@ def intervals(rows: Sequence[Row]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
-    for (*labels, _), of_group in sorted(group_by(labels_of, rows).items()):
+    for (*labels, _), of_group in sorted(group_by(labels_of, summarize.place_failures(rows)).items()):
         for table in summarize.summarize(of_group, floor=0.0):
             for line in table.lines:
                 score = line.scores.get(of_group[0].task)

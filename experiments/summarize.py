@@ -11,7 +11,7 @@ than .2 above chance, are listed but not part of the mean.
 import dataclasses
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -102,6 +102,30 @@ def title_of(row: Row) -> str:
     return f"{row.model}, {row.tokens} tokens, question {row.question}, {row.dtype}{budgets}"
 
 
+def place_failures(rows: Sequence[Row]) -> list[Row]:
+    """Returns rows of which those without a score have the kind of budget of their setting, or of the other settings.
+
+    A policy fails before its cache has a size, so that its row does not say whether the budget is of the text.
+    """
+    kinds: dict[Any, bool] = {}
+    for row in rows:
+        for key in (_labels(row), (_labels(row), row.setting)) if row.score is not None else ():
+            kinds[key] = kinds.get(key, False) or row.is_of_text
+
+    def is_of_text(row: Row) -> bool:
+        return kinds.get((_labels(row), row.setting), kinds.get(_labels(row), row.is_of_text))
+
+    return [
+        dataclasses.replace(row, tail_fraction=0.0 if is_of_text(row) else None) if row.score is None else row
+        for row in rows
+    ]
+
+
+def _labels(row: Row) -> tuple[Any, ...]:
+    """Returns what the rows of a table have in common, except for the kind of budget."""
+    return row.model, row.tokens, row.question, row.dtype, row.metric
+
+
 def summarize(rows: Sequence[Row], reference: str = caches.FULL, floor: float = 0.6) -> list[Table]:
     """Returns a table for every model, length, kind of question, dtype and metric.
 
@@ -113,7 +137,7 @@ def summarize(rows: Sequence[Row], reference: str = caches.FULL, floor: float = 
     Returns:
         The tables.
     """
-    parts = sorted(group_by(lambda row: (title_of(row), row.metric), rows).items())
+    parts = sorted(group_by(lambda row: (title_of(row), row.metric), place_failures(rows)).items())
     return [_table(title, metric, part, reference, floor) for (title, metric), part in parts]
 
 

@@ -28,6 +28,17 @@ def test_means_are_over_documents_and_differences_are_paired():
     assert len(columns) == len(lines[0]) and lines[1][1] == "25.0%"
 
 
+def test_failures_are_counted_next_to_the_scores_of_their_setting():
+    failed = [row(policy, "a", "2", None, error="a fault") for policy in ("snapkv", "h2o", "kvpress SnapKV")]
+    scored = [
+        *rows_of("exact", "a", [1.0] * 3, tail_fraction=0.1),
+        *rows_of("snapkv", "a", [1.0] * 2, tail_fraction=0.1),
+    ]
+    older, of_text = summarize.summarize([*scored, *failed, *rows_of("kvpress SnapKV", "a", [1.0] * 2)])
+    assert {line.setting: line.errors for line in of_text.lines} == {"exact": 0, "snapkv @ 25%": 1, "h2o @ 25%": 1}
+    assert [(line.setting, line.errors) for line in older.lines] == [("kvpress SnapKV @ 25%", 1)]
+
+
 def test_tasks_that_the_model_cannot_do_are_left_out():
     rows = [
         *rows_of("exact", "good", [1, 1, 1, 0]), *rows_of("exact", "bad", [1, 0, 0, 0]),
