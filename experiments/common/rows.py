@@ -110,7 +110,7 @@ def group_by(key: Callable[[T], K], rows: Iterable[T]) -> dict[K, list[T]]:
 def read_rows(paths: Iterable[pathlib.Path]) -> list[Row]:
     """Reads rows; lines that an interrupted run left incomplete are skipped, and repeated keys keep the last row.
 
-    Rows of budgets of the text do not replace older ones (`Row.is_of_text`).
+    Rows of budgets of the text do not replace older ones (`Row.is_of_text`); any row with a score replaces a failure.
 
     Args:
         paths: JSON Lines files, compressed if their names end in .gz.
@@ -135,6 +135,9 @@ def read_rows(paths: Iterable[pathlib.Path]) -> list[Row]:
                     logging.warning("%s, line %d is incomplete and is skipped", path, number)
                     continue
                 raise ValueError(f"{path}, line {number} is not a row: {error}") from error
+            earlier = rows.get((True, *row.key))
+            if row.error is None and earlier is not None and earlier.error is not None:
+                del rows[True, *row.key]
             rows[row.is_of_text or row.error is not None, *row.key] = row
     return list(rows.values())
 

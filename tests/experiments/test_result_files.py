@@ -28,6 +28,17 @@ def test_rows_are_read_as_written(path):
     assert read_rows([path]) == [changed, *ROWS[1:]]
 
 
+def test_a_score_replaces_a_failure(path):
+    failed = dataclasses.replace(ROWS[0], seed=1, score=None, error="a fault")
+    with RowFile(path) as rows:
+        rows.append([failed])
+        assert failed.key not in rows
+        rows.append([dataclasses.replace(failed, score=0.5, error=None)])
+    with RowFile(path) as rows:
+        assert failed.key in rows
+    assert [row.error for row in read_rows([path])] == [None] * 7
+
+
 def test_a_truncated_line_is_written_again(path):
     data = path.read_bytes()
     last = data[:-1].rindex(b"\n") + 1
