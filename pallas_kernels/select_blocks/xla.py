@@ -23,7 +23,9 @@ def select_by_sorting(
     clusters = min(scores.shape[0], max_blocks)
     if not clusters:
         return SelectedBlocks(jnp.zeros(max_blocks, jnp.int32), jnp.zeros(max_blocks, jnp.int32), jnp.zeros_like(sizes))
-    _, order = jax.lax.top_k(jnp.where(sizes > 0, scores, -jnp.inf), clusters)
+    scores = jnp.where((sizes > 0) & (scores == scores), scores, -jnp.inf)
+    # `top_k` ranks NaN above all numbers, and -0 below 0.
+    _, order = jax.lax.top_k(jnp.where(scores == 0, 0.0, scores), clusters)
     tokens = _cut(sizes[order], max_tokens)
     blocks = _cut(-(-tokens // block_size), max_blocks)
     tokens = jnp.minimum(tokens, blocks * block_size)

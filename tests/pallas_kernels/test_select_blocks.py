@@ -108,7 +108,7 @@ def test_adversarial_clusters(score, size, tokens, expected):
     assert compare(score, size, tokens, blocks=40) == expected
 
 
-@pytest.mark.parametrize("form", ["oracle", "xla_bisect", "xla_sort_tuples", "mosaic_tpu"])
+@pytest.mark.parametrize("form", ["oracle", "xla_sort", "xla_bisect", "xla_sort_tuples", "mosaic_tpu"])
 def test_nan_scores_come_last_and_zeros_are_equal(form):
     actual = select(np.float32([np.nan, -0.0, 0.0]), np.int32([4, 4, 4]), np.int32([0, 1, 2]), 6, 3, form)
     np.testing.assert_array_equal(actual.selected_tokens, [0, 4, 2])
