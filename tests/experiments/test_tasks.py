@@ -11,7 +11,7 @@ import pytest
 from experiments import tasks
 from experiments.tasks import facts, leval, longeval, metrics, needle, questions, reasoning, records
 from experiments.tasks.reasoning import passes_tests
-from experiments.tasks.task import Question, contains, cut_middle
+from experiments.tasks.task import Document, Question, contains, cut_middle, fit_documents
 from tests.experiments.support import request
 
 
@@ -231,6 +231,14 @@ def test_options_of_an_exam_are_parsed(data_dir):
     assert task.kind == "choose"
     questions_of = leval._choice_questions
     assert questions_of(["x\nA. p\nB. q"], ["C"]) == () and questions_of(["x\nA. p\nA. q"], ["A"]) == ()
+
+
+def test_documents_whose_questions_alone_are_too_long_are_left_out():
+    documents = [Document("a" * 400, (Question("b" * length, ("",)),)) for length in (50, 96, 98, 300)]
+    fitting = fit_documents(documents, request(110, documents=4, truncate=True), 10)
+    assert sorted(len(one.context + one.questions[0].text) for one in fitting) == [98, 98]
+    with pytest.raises(ValueError, match="no document fits in tokens=110"):
+        fit_documents(documents[2:], request(110, truncate=True), 10)
 
 
 def test_long_documents_are_left_out_or_cut(data_dir):
