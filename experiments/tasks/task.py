@@ -173,10 +173,11 @@ def _fitting(documents: Iterable[Document], request: Request, answer_tokens: int
     """Yields the documents that fit, cut if requested."""
     for document in documents:
         length = length_with_answer(request, document, answer_tokens)
-        remaining = request.num_tokens(document.context) - (length - request.tokens)
         if length <= request.tokens:
             yield document
-        elif request.truncate and remaining > 1:  # half of them from the beginning
+            continue
+        remaining = request.num_tokens(document.context) - (length - request.tokens)
+        if request.truncate and remaining > 1:  # half of them from the beginning
             yield dataclasses.replace(document, context=cut_middle(request.tokenizer, document.context, remaining))
 
 
