@@ -33,7 +33,7 @@ class AdaKVState:
     ranked: Int[Array, "B H_kv"]  # int32, tokens of the prompt that the head kept
     empty: Int[Array, "B H_kv"]  # int32, slots left for later tokens
     later: Int[Array, "B"]  # int32, tokens received after the prompt
-    mean: Float[Array, "B H_kv D"] | None  # float32, mean key of the prompt; None if the cache is not quantized
+    mean: Float[Array, "B H_kv D"] | None  # float32, mean of the first keys; None if the cache is not quantized
     slots: int = static()  # maximum number of tokens, over the number of heads; the last slots of the pool stay empty
 
 
@@ -188,10 +188,13 @@ class AdaKV(Policy[AdaKVState]):
         def put(pool: Float[Array, "B H S *D"], new: Float[Array, "B H P *D"]) -> Float[Array, "B H S *D"]:
             return jax.vmap(_put)(pool, target, new)
 
-        new_keys = new.keys if state.mean is None else new.keys - state.mean[:, :, None]
+        mean, new_keys = state.mean, new.keys
+        if mean is not None:
+            mean = first_mean(mean, new_keys, new.present[:, None])  # after an empty prompt
+            new_keys = new_keys - mean[:, :, None]
         keys = write_entries(state.keys, new_keys, put, valid=new.present[:, None])
         values = write_entries(state.values, new.values, put)
-        return dataclasses.replace(state, keys=keys, values=values, later=state.later + new.count)
+        return dataclasses.replace(state, keys=keys, values=values, later=state.later + new.count, mean=mean)
 
 
 _SAFE_RANK = 1e25  # above any score, below the rank of sinks and recent tokens

@@ -148,6 +148,19 @@ def test_shared_slots_are_as_precise_as_separate_ones():
     assert errors[1] < 1.2 * errors[0]
 
 
+def test_shared_slots_are_precise_after_an_empty_prompt():
+    """The mean key is then that of the first tokens after it."""
+    stream, errors = make_stream(), []
+    stream = stream._replace(keys=stream.keys + 20)
+    for name in ("ada_kv", "exact"):
+        outputs = [
+            go(*prefilled(POLICIES[name], stream, make_spec(kv_dtype=kv_dtype), (0, 1, 37)), after(stream, (0, 1, 37)))
+            for kv_dtype in (None, "int4")
+        ]
+        errors.append(np.mean(np.abs(outputs[0][0] - outputs[1][0])[0, 8:16]))
+    assert errors[0] < 1.5 * errors[1]
+
+
 @pytest.mark.parametrize("name", each(("streaming_llm", "uniform", "clustergen", "h2o", "quest"), quick=("uniform",)))
 def test_unused_slots_are_no_part_of_the_mean_key(name):
     """Otherwise a short prompt has a mean close to one of its keys, which also depends on the padding."""
