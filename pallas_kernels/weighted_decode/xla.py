@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -183,13 +184,19 @@ def _attend_many_queries(
     if weights is not None:
         dtype = product_dtype(queries.dtype, arrays["values"].dtype)
         values = _unpacked(arrays["values"], entries.bits["values"]).astype(dtype)
+        largest_scale: Any = 1.0
+        if dtype == jnp.float16 and "value_scale" in arrays:
+            # Weights times scales of small values would underflow.
+            largest_scale = jnp.max(jnp.abs(arrays["value_scale"]), axis=2)[:, :, None, None]
+            largest_scale = jnp.where(largest_scale > 0, largest_scale, 1.0)
+            weights = weights / largest_scale
         parts = [weights]
         if exact_weights:  # rows of rounded weights, and rows of what rounding leaves
             rounded = jax.lax.reduce_precision(weights, exponent_bits=8, mantissa_bits=7)
             parts = [rounded, weights - rounded]
         rows = jnp.concatenate(parts, axis=2).astype(dtype)
         numerator = jnp.einsum("bhrs,bhsd->bhrd", rows, values, preferred_element_type=jnp.float32)
-        numerator = functools.reduce(jnp.add, jnp.split(numerator, len(parts), axis=2))
+        numerator = functools.reduce(jnp.add, jnp.split(numerator, len(parts), axis=2)) * largest_scale
     return Partials(maximum, numerator, denominator, den_logits if logits else None)
 
 

@@ -173,6 +173,15 @@ def test_quantized_entries_of_several_blocks_or_many_queries(sizes, monkeypatch)
     compare(weighted_decode(queries, entries, logits=True, implementation="xla"), queries, plain, logits=True)
 
 
+def test_small_values_do_not_underflow_in_float16():
+    """Weights times scales of values are below float16's normal numbers."""
+    queries, entries = make(dtype="int8", queries=100, fields=("key_scale", "value_scale"))
+    values = dataclasses.replace(entries.values, scale=entries.values.scale * 1e-5)
+    entries, queries = dataclasses.replace(entries, values=values), queries.astype(jnp.float16)
+    actual, expected = (weighted_decode(queries, entries, implementation=name) for name in ("xla", "oracle"))
+    np.testing.assert_allclose(actual.numerator, expected.numerator, atol=1e-3 * np.max(np.abs(expected.numerator)))
+
+
 @pytest.mark.parametrize("fields", [(), ("log_num", "log_den"), ("key_scale", "value_scale")])
 def test_blocks_of_many_queries_add_up(monkeypatch, fields):
     monkeypatch.setattr(xla, "MANY_QUERIES_BLOCK", 64)
