@@ -155,6 +155,7 @@ def _draw_apart(
         weight = jnp.where(valid, distance, 0.0)
         log_weight = jnp.where(jnp.sum(weight) > 0, jnp.log(weight), jnp.where(valid, 0.0, -jnp.inf))
         index = jax.random.categorical(rng, log_weight)
-        return jnp.minimum(distance, jnp.maximum(1 - points @ points[index], 0.0)), index.astype(jnp.int32)
+        similarity = jnp.matmul(points, points[index], precision=jax.lax.Precision.HIGHEST)
+        return jnp.minimum(distance, jnp.maximum(1 - similarity, 0.0)), index.astype(jnp.int32)
 
     return jax.lax.scan(draw, jnp.full(valid.shape, 2.0), jax.random.split(rng, count))[1]

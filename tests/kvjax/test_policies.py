@@ -112,6 +112,40 @@ def test_appending_a_block_equals_appending_its_tokens(name):
     chex.assert_trees_all_close(with_integer_keys(state), with_integer_keys(block_state), atol=1e-5)
 
 
+def products(jaxpr):
+    """Yields the products of matrices in a program and in the programs that it calls."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation
+        inner = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
+        for called in inner:
+            if hasattr(called, "eqns"):
+                yield from products(called)
+
+
+# Scores of the others are attention of the prompt, which has the precision of the model's attention.
+WITHOUT_PROMPT_ATTENTION = [
+    name for name in POLICIES if not name.startswith(("h2o", "snap", "pyramid", "compact", "tova"))
+]
+
+
+@pytest.mark.parametrize("name", each(WITHOUT_PROMPT_ATTENTION))
+def test_choices_are_computed_in_full_precision(name):
+    """Accelerators round float32 factors by default, so that exponents of products of long keys are wrong by tens."""
+    stream = make_stream()
+    new = after(stream, LENGTHS, 8)
+
+    def run():
+        cache, counters = prefilled(POLICIES[name], stream)
+        cache, counters = kvjax.compact(*kvjax.append(cache, counters, new.keys, new.values))
+        reads = [read for read in _segments(cache, counters, 1) if isinstance(read, BlockStoreRead)]
+        return cache, [read.select(jnp.asarray(new.queries[:, :1])) for read in reads]
+
+    for product in products(jax.make_jaxpr(run)().jaxpr):
+        is_rounded = any(x.aval.dtype == jnp.float32 for x in product.invars) and product.params["precision"] is None
+        assert not is_rounded, product
+
+
 @every_policy
 def test_the_cache_keeps_its_shapes_and_dtypes(name):
     """With all options of a layer: a scale, a cap, attention sinks and values of another dimension."""

@@ -4,6 +4,7 @@ Both forms take one block of one head's tokens and keep at most half of them wit
 the paper's Algorithm 2. `reference_halving` and `exact_halving` are the released code.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -89,6 +90,7 @@ def softmax_signs(
     values = None if values is None else jnp.pad(values.astype(jnp.float32) / value_norm, ((0, pad), (0, 0)))
     uniforms = jnp.pad(uniforms, (0, pad))
     gain = 1 / (2 * c)
+    multiply = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
     def decide(signs: Float[Array, "n"], first: Int[Array, ""]) -> tuple[Float[Array, "n"], Int[Array, ""]]:
         """Assigns the signs of the block that starts at token `first`, given the `signs` of the tokens before it."""
@@ -97,11 +99,13 @@ def softmax_signs(
             return jax.lax.dynamic_slice_in_dim(x, first, block)
 
         # Relative to R^2, so that large norms do not overflow.
-        kernel = jnp.exp((rows(keys) @ keys.T - key_norm**2) / math.sqrt(head_dim)) * rows(scale)[:, None] * scale
+        exponent = (multiply(rows(keys), keys.T) - key_norm**2) / math.sqrt(head_dim)
+        kernel = jnp.exp(exponent) * rows(scale)[:, None] * scale
         if values is not None:
-            kernel = kernel * (rows(values) @ values.T)
+            kernel = kernel * multiply(rows(values), values.T)
         within = jax.lax.dynamic_slice_in_dim(kernel, first, block, axis=1)
-        new, clipped = balanced_walk.assign_signs_from_matrix(within, rows(uniforms), gain, start=kernel @ signs)
+        start = multiply(kernel, signs)
+        new, clipped = balanced_walk.assign_signs_from_matrix(within, rows(uniforms), gain, start=start)
         return jax.lax.dynamic_update_slice_in_dim(signs, new, first, axis=0), clipped
 
     signs, clipped = jax.lax.scan(decide, jnp.zeros(blocks * block), block * jnp.arange(blocks))

@@ -1,5 +1,6 @@
 """Needles: tokens whose keys differ from the keys of their block; BalanceKV's needle augmentation always keeps them."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
@@ -24,7 +25,8 @@ def needle_marks(keys: Float[Array, "T D"], inside: Bool[Array, "T"], block_size
     blocks = -(-tokens // block_size)
     keys = jnp.where(inside[:, None], keys.astype(jnp.float32), 0.0)
     split = jnp.pad(keys, ((0, blocks * block_size - tokens), (0, 0))).reshape(blocks, block_size, -1)
-    products = jnp.einsum("btd,bd->bt", split, jnp.sum(split, axis=1)).reshape(-1)[:tokens]
+    products = jnp.einsum("btd,bd->bt", split, jnp.sum(split, axis=1), precision=jax.lax.Precision.HIGHEST)
+    products = products.reshape(-1)[:tokens]
     count = jnp.cumsum(inside & (products < 0))
     index = jnp.arange(tokens)
     before = jnp.where(index > NEEDLE_REACH, count[jnp.maximum(index - NEEDLE_REACH - 1, 0)], 0)

@@ -164,6 +164,9 @@ class InfiniGen(Policy[InfiniGenState]):
         return BlockSelection(token, read.astype(jnp.int32))
 
 
+_multiply = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+
+
 def select_columns(
     skew: Float[Array, "D D"], queries: Float[Array, "w G D"], valid: Bool[Array, "w"], count: int
 ) -> Float[Array, "D C"]:
@@ -176,7 +179,7 @@ def select_columns(
     Returns:
         The columns.
     """
-    size = jnp.abs(jnp.where(valid[:, None, None], queries, 0.0).astype(jnp.float32) @ skew)
+    size = jnp.abs(_multiply(jnp.where(valid[:, None, None], queries, 0.0).astype(jnp.float32), skew))
     _, columns = jax.lax.top_k(jnp.sum(size, axis=(0, 1)), count)
     return skew[:, columns]
 
@@ -192,7 +195,7 @@ def _append(
         number = jnp.arange(keys.shape[0])
         is_new = number < count
         index = jnp.where(is_new, first + number, OUT_OF_RANGE)
-        partial_keys = (keys.astype(jnp.float32) @ partial.columns).astype(partial.keys.dtype)
+        partial_keys = _multiply(keys.astype(jnp.float32), partial.columns).astype(partial.keys.dtype)
         partial = dataclasses.replace(partial, keys=write_index(partial.keys, index, partial_keys))
         # Padding has no block, so that it is no part of the mean key of a quantized store.
         source = jnp.where(is_new, number, keys.shape[0])[:, None]
@@ -209,5 +212,5 @@ def _predict_logits(partial: Partial, query: Float[Array, "B 1 H_q D"]) -> Float
     """Returns the logits of every query head in the selected dimensions."""
     batch, kv_heads, head_dim, _ = partial.columns.shape
     grouped = query.reshape(batch, kv_heads, -1, head_dim).astype(jnp.float32)
-    projected = jnp.einsum("bhgd,bhdc->bhgc", grouped, partial.columns)
-    return jnp.einsum("bhgc,bhnc->bhgn", projected, dequantize(partial.keys).astype(jnp.float32)) / math.sqrt(head_dim)
+    keys = dequantize(partial.keys).astype(jnp.float32)
+    return _multiply(_multiply(grouped, partial.columns), keys.swapaxes(2, 3)) / math.sqrt(head_dim)

@@ -1,8 +1,10 @@
 """Expected attention (Devoto et al. 2025): the prompt's tokens to which future queries are expected to attend."""
 
 import dataclasses
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -74,12 +76,13 @@ class ExpectedAttention(TopKPolicy):
         future = prompt.lengths[:, None] + jnp.arange(self.n_future_positions)
         cos, sin = (jnp.mean(x, axis=1, keepdims=True) for x in rope.rotation(future, prompt.rope_frequencies))
         keys = rope.rotate(prompt.keys.astype(jnp.float32).swapaxes(1, 2), cos, -sin)
-        logits = jnp.einsum("bhgd,bthd->bhgt", mean, keys) / math.sqrt(head_dim)
+        einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+        logits = einsum("bhgd,bthd->bhgt", mean, keys) / math.sqrt(head_dim)
         if self.use_covariance:
             centered = mask(queries - mean[:, None])
-            covariance = jnp.einsum("bthgi,bthgj->bhgij", centered, centered) / count[..., None]
-            products = jnp.einsum("bthi,bhgij->bhgtj", keys, covariance)
-            logits += jnp.einsum("bhgtj,bthj->bhgt", products, keys) / head_dim / 2
+            covariance = einsum("bthgi,bthgj->bhgij", centered, centered) / count[..., None]
+            products = einsum("bthi,bhgij->bhgtj", keys, covariance)
+            logits += einsum("bhgtj,bthj->bhgt", products, keys) / head_dim / 2
         index = jnp.arange(tokens)
         visible = (index >= self.sinks) & (index < prompt.lengths[:, None])
         return jnp.mean(masked_softmax(prompt, logits[:, :, None], visible[:, None, None, None]), axis=(2, 3))

@@ -87,8 +87,9 @@ def leverage(
     keys, valid = keys.astype(jnp.float32), valid[:, None]
     mean = jnp.sum(jnp.where(valid, keys, 0.0), axis=0) / jnp.maximum(jnp.sum(valid), 1)
     centered = jnp.where(valid, keys - mean, 0.0)
-    centered = centered if sketch is None else centered @ sketch
-    factor = _regularized_factor(centered.T @ centered)
+    multiply = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    centered = centered if sketch is None else multiply(centered, sketch)
+    factor = _regularized_factor(multiply(centered.T, centered))
     half = jax.scipy.linalg.solve_triangular(factor, centered.T, lower=True)
     return jnp.sum(jnp.square(half), axis=0)
 
