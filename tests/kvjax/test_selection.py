@@ -86,6 +86,20 @@ def test_the_best_tokens_stay_and_later_tokens_replace_the_lowest(policy):
             assert set(np.flatnonzero(weights[row, step, head] > 0.5).tolist()) == expected, (row, head, step)
 
 
+@pytest.mark.parametrize("ada", [False, True])
+def test_tokens_with_scores_of_nan_are_dropped_first(ada):
+    @dataclasses.dataclass(frozen=True)
+    class NoScore(FirstKey):
+        def score(self, prompt):
+            return jnp.where(jnp.arange(prompt.keys.shape[2]) % 2, super().score(prompt), jnp.nan)
+
+    policy = NoScore(14, sinks=2, recent=3, compact_every=4)
+    cache = prefilled(AdaKV(policy, 0.5) if ada else policy)
+    kept = np.asarray(read_weights(*cache))[0, 0] > 0.5
+    assert set(np.flatnonzero(kept)) >= {0, 1, 34, 35, 36}
+    assert not kept[2:34:2].any()
+
+
 later_slots = jax.jit(later_token_slots, static_argnums=3)
 
 

@@ -26,6 +26,7 @@ from kvjax.spec import TILE, CacheSpec, allocated_slots
 from kvjax.staging import Tokens
 
 _ABOVE_SCORES = 1e30  # above any score that a policy gives
+_LOWEST_SCORE = -1e30  # of NaN, which `top_k` would rank above the sinks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,13 +119,14 @@ class TopKPolicy(Policy[TopKStore]):
         """Ranks the tokens of a prompt by their scores, below sinks and recent tokens.
 
         Args:
-            score: scores as `score` returns them.
+            score: scores as `score` returns them; NaN is the lowest.
             lengths: tokens of every row.
 
         Returns:
             Numbers as `rank` returns them.
         """
         tokens = score.shape[2]
+        score = jnp.where(jnp.isnan(score), _LOWEST_SCORE, score)
         position, length = jnp.arange(tokens), lengths[:, None, None]
         recent = position >= length - self.num_recent
         # Later recent tokens rank higher, so that decoding overwrites the oldest of them first.
