@@ -691,7 +691,7 @@ def test_documents_beyond_the_limit_are_on_disk(random_llm, tmp_path):
 def test_questions_to_one_document_hold_one_copy(random_llm, tmp_path):
     """Also if another document has taken its place in memory while they run."""
     sizes = Settings(documents_dir=str(tmp_path), cache_bytes=2**20)  # of which rows need all
-    arguments = Conversations(0, lambda: 0), lambda: 2**20, lambda document: iter(())
+    arguments = Conversations(0, lambda: 0), lambda: 2**20, lambda document: iter(()), set
     with contextlib.closing(Documents(random_llm.cache("exact"), sizes, *arguments)) as held:
 
         def read(name):
@@ -707,6 +707,44 @@ def test_questions_to_one_document_hold_one_copy(random_llm, tmp_path):
         second = weakref.ref(held.get("a"))
         held.get("b")
         assert second() is None
+
+
+def test_questions_wait_for_the_memory_of_other_documents(random_llm, tmp_path, monkeypatch):
+    """Questions to two of three documents at a time."""
+    cache, names, in_memory = random_llm.cache("exact"), ["a", "b", "c"], []
+    size = cache.read(TEXT_OF_DOCUMENT).prefix.held_bytes
+    open_one = Documents._open
+
+    def count(self, *args):
+        in_memory.append(len({*self._in_memory.values(), *self._in_use()}) + 1)
+        return open_one(self, *args)
+
+    monkeypatch.setattr(Documents, "_open", count)
+    sizes = {"documents_dir": str(tmp_path), "cache_bytes": 7 * size // 2, "rows": 6, "max_new_tokens": 256}
+    with Server(cache, sizes) as server:
+        for name in names:
+            assert server.post(DOCUMENTS, id=name, text=TEXT_OF_DOCUMENT)[0] == 200
+
+        def answer(name):
+            return ask(server, CHAT, False, "x", document=name, max_tokens=200)[0][0][0]
+
+        expected = {name: answer(name) for name in names}
+        in_memory.clear()
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            assert [*pool.map(answer, names * 4)] == [*expected.values()] * 4
+        assert max(in_memory) <= 2
+        # A question that waits for a document may end, and the others go on.
+        connections = [
+            open_request(server, body(CHAT, "~", document=name, max_tokens=200, n=2)) for name in (*names, *names)
+        ]
+        connections[-1].close()
+        connections[2].close()
+        assert answer("b") == expected["b"]
+        for connection in connections:
+            connection.close()
+        wait_until(lambda: is_idle(server) and not server.worker._opened and not server.worker._openings)
+    with Server(cache, sizes | {"cache_bytes": size // 2}) as server:  # a document that is larger than the limit
+        assert refuse(server, document="a")["message"].startswith("the row of the request takes up to")
 
 
 def test_the_last_document_leaves_its_memory_to_rows(random_llm, tmp_path):

@@ -179,14 +179,22 @@ class _Handlers:
         start, documents = time.monotonic(), self._documents()
         body = await asyncio.to_thread(schema.parse, kind, await self._read_body(request))
         self._check_model(body.model)
-        job = await self._make_job(documents, body, request.headers.get("authorization", ""))
         if self._token_bytes is None:
             self._token_bytes = TokenBytes(documents.cache.llm.tokenizer)
         form = Format(self._token_bytes, self._model_name, body)
-        return await Reply(self._worker, self._metrics, body, job, form).respond(request, start)
+        async with contextlib.AsyncExitStack() as opened:
+            job = await self._make_job(documents, body, request, opened)
+            reply = Reply(self._worker, self._metrics, body, job, form)
+        return await reply.respond(request, start)
 
-    async def _make_job(self, documents: Documents, body: schema.GenerationRequest, authorization: str) -> Job:
-        """Checks the fields of a request and encodes its prompts; `authorization` is the client's key."""
+    async def _make_job(
+        self,
+        documents: Documents,
+        body: schema.GenerationRequest,
+        request: Request,
+        opened: contextlib.AsyncExitStack,
+    ) -> Job:
+        """Checks the fields of a request and encodes its prompts; `opened` holds its document until it is submitted."""
         if body.stream_options is not None and not body.stream:
             raise RequestError("stream_options requires stream=true", param="stream_options")
         if body.cite and body.document is None:
@@ -194,9 +202,11 @@ class _Handlers:
         worker, document = self._worker, None
         sampling, stop = await asyncio.to_thread(_sampling, body, documents.cache.llm), check_stop(body.stop)
         if body.document is not None:
-            document = await worker.call(documents.get, body.document)
+            opening = opened.enter_async_context(worker.open_document(body.document))
+            document = await unless_disconnected(request, opening)
             if body.cite:
                 await worker.call(document.check_citable)  # before the answer, which would be lost
+        authorization = request.headers.get("authorization", "")
         prompts, conversation = await asyncio.to_thread(self._encode, documents.cache, body, document, authorization)
         if document is None:
             _check_lengths(body, prompts, worker.settings)

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import filelock
@@ -53,6 +53,7 @@ class Documents:
         conversations: Conversations,
         row_bytes: Callable[[], int],
         warm_up: Callable[[Document], Iterator[None]],
+        in_use: Callable[[], Collection[Document]],
     ) -> None:
         """Opens the directory of documents.
 
@@ -61,12 +62,13 @@ class Documents:
             conversations: caches that make room for documents.
             row_bytes: returns the bytes that rows need.
             warm_up: compiles the programs of questions to a document, in steps.
+            in_use: returns the documents of requests that are not finished.
 
         Raises:
             OSError: if the directory cannot be written to.
         """
         self.cache, self._settings, self._conversations = cache, settings, conversations
-        self._row_bytes, self._warm_up = row_bytes, warm_up
+        self._row_bytes, self._warm_up, self._in_use = row_bytes, warm_up, in_use
         self._in_memory: collections.OrderedDict[str, Document] = collections.OrderedDict()  # oldest use first
         # Also those that only requests hold.
         self._alive: weakref.WeakValueDictionary[str, Document] = weakref.WeakValueDictionary()
@@ -107,13 +109,33 @@ class Documents:
             return self.held_bytes
         return 0 if document is None else document.prefix.held_bytes
 
-    def make_room(self) -> None:
-        """Frees the memory that rows need: of conversations, and of documents that are saved, except the last used."""
+    def make_room(self, num_bytes: int = 0) -> None:
+        """Frees memory for rows: of conversations, and of saved documents that no request holds, except the last used.
+
+        Args:
+            num_bytes: bytes of a document that is about to be read, for which the last used one is freed, too.
+        """
         limit = self._settings.cache_bytes
         if limit is not None and self._directory is not None:
-            while len(self) > 1 and self.held_bytes + self._row_bytes() > limit:
-                self._in_memory.popitem(last=False)
+            in_use = self._in_use()
+            names = [*self._in_memory][: None if num_bytes else -1]
+            for name in [name for name in names if self._in_memory[name] not in in_use]:
+                if self.held_bytes + num_bytes + self._row_bytes() <= limit:
+                    break
+                del self._in_memory[name]
         self._conversations.trim()
+
+    def fits(self, name: str) -> bool:
+        """Returns whether a document has room in memory next to those that requests hold, or none does.
+
+        Raises:
+            RequestError: if the id is invalid.
+        """
+        limit, saved, in_use = self._settings.cache_bytes, self._find_saved(name), self._in_use()
+        if limit is None or saved is None or not in_use or self._alive.get(name) in in_use:
+            return True
+        held = sum(document.prefix.held_bytes for document in in_use)
+        return held + _file_bytes(saved) + self._row_bytes() <= limit
 
     def free_saved(self) -> None:
         """Frees the memory of all documents that are saved."""
@@ -128,7 +150,10 @@ class Documents:
         """
         saved = self._locate(name)
         if saved is not None and name not in self._in_memory:
-            self._insert(name, self._alive.get(name) or self._open(name, saved))
+            if (document := self._alive.get(name)) is None:
+                self.make_room(_file_bytes(saved))
+                document = self._open(name, saved)
+            self._insert(name, document)
         self._in_memory.move_to_end(name)
         self._used[name] = time.time()
         if saved is not None:

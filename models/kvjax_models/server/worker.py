@@ -12,7 +12,7 @@ import itertools
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -222,10 +222,13 @@ class Worker:
         self._longest: Generator | None = None  # the row of the longest prompt and answer
         self.conversations = Conversations(settings.conversations, self._conversation_bytes)
         self.error: BaseException | None = None
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._readings: collections.deque[tuple[Future[Any], Iterator[Any]]] = collections.deque()
+        self._openings: collections.deque[tuple[Future[Any], str]] = collections.deque()
+        self._opened: dict[Future[Any], Document] = {}  # of requests that are not submitted yet
         self._jobs: _Jobs | None = None
         self._num_sequences = 0  # of all submitted jobs; of the handlers' thread
+        self._num_openings = 0  # of requests that are not submitted yet; of the handlers' thread
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._is_stopping = self._is_warm = False
         self._lock, self._is_closed = threading.Lock(), False  # closed: nobody runs commands any more
@@ -351,6 +354,21 @@ class Worker:
         self._put(lambda: self._readings.append((future, steps)))
         return await asyncio.wrap_future(future)
 
+    @contextlib.asynccontextmanager
+    async def open_document(self, name: str) -> AsyncIterator[Document]:
+        """Returns a document for a job that is submitted within the context, once earlier ones leave memory for it."""
+        if (count := self._num_sequences + self._num_openings) >= self.settings.max_queue + self.settings.rows:
+            raise full_queue(f"{count} sequences run or wait")
+        future: Future[Any] = Future()
+        self._put(lambda: self._openings.append((future, name)))
+        self._num_openings += 1
+        try:
+            yield await asyncio.wrap_future(future)
+        finally:
+            self._num_openings -= 1
+            with contextlib.suppress(RequestError):
+                self._put(lambda: self._opened.pop(future, None))
+
     def submit(self, job: Job) -> None:
         """Starts a job, whose outputs arrive in its queue, until `abort`; refuses it if too many sequences wait."""
         count, limit = len(job.prompts), self.settings.max_queue + self.settings.rows
@@ -372,7 +390,7 @@ class Worker:
         with contextlib.suppress(RequestError):
             self._put(run)
 
-    def _put(self, command: Callable[[], None]) -> None:
+    def _put(self, command: Callable[[], object]) -> None:
         with self._lock:
             if self._is_closed:
                 raise unavailable()
@@ -389,7 +407,9 @@ class Worker:
             self._longest = cache.rows(*lengths)[-1]
             _check_share(cache, self._longest)
             self._jobs = self._make_jobs()
-            self.documents = Documents(cache, self.settings, self.conversations, self._row_bytes, self._warm_up)
+            self.documents = Documents(
+                cache, self.settings, self.conversations, self._row_bytes, self._warm_up, self._documents_in_use
+            )
             logger.info("%s is loaded: %s", self._name, self._describe())
             for _ in itertools.chain(self._warm_up(None), self._warm_up_stored()):
                 if self._is_stopping:
@@ -398,6 +418,7 @@ class Worker:
             self._is_warm = True
             while not self._is_stopping:
                 self._run_commands()
+                self._open_documents()
                 self._read_step()
                 self._step()
         except BaseException as error:
@@ -414,8 +435,10 @@ class Worker:
         """Runs all commands; waits for one if nothing else is to be done."""
         assert self._jobs is not None
         while not self._is_stopping:
+            # An opened document is followed by a command.
+            can_open = self._openings and not self._opened
             try:
-                command = self._commands.get(block=not (self._readings or self._jobs.engine.has_unfinished))
+                command = self._commands.get(block=not (self._readings or can_open or self._jobs.engine.has_unfinished))
             except queue.Empty:
                 return
             command()
@@ -487,6 +510,26 @@ class Worker:
             self._jobs.fail(RequestError(f"the engine failed: {type(error).__name__}", 500))
             self._jobs = self._make_jobs()
 
+    def _documents_in_use(self) -> set[Document]:
+        """Returns the documents of requests that are not finished."""
+        jobs = {} if self._jobs is None else self._jobs.jobs
+        return {*self._opened.values(), *(job.document for job, _ in jobs.values() if job.document is not None)}
+
+    def _open_documents(self) -> None:
+        """Passes documents to the requests that wait for them, in the order of their arrival, as far as they fit."""
+        assert self.documents is not None
+        while self._openings:
+            future, name = self._openings[0]
+            if not future.cancelled():
+                try:
+                    if not self.documents.fits(name):
+                        return
+                    document = self._opened[future] = self.documents.get(name)
+                    _settle(future, document)
+                except Exception as error:
+                    _settle(future, report(error, "a document could not be opened"))
+            self._openings.popleft()
+
     def _read_step(self) -> None:
         """Runs a step of the first reading, which ends it also if its handler has gone."""
         if not self._readings:
@@ -511,7 +554,7 @@ class Worker:
             jobs.fail(unavailable())
         while not self._commands.empty():
             self._commands.get()()
-        for future, _ in self._readings:
+        for future, _ in (*self._readings, *self._openings):
             _settle(future, unavailable())
         if self.documents is not None:
             self.documents.close()
