@@ -442,6 +442,15 @@ def test_turns_that_change_the_rotary_embedding_are_refused():
         some_engine.add(prompts()[0] * 2, prefix, max_new_tokens=60)
 
 
+def test_prefixes_of_another_model_are_refused():
+    for cache in (llm().cache("exact"), llm().cache("streaming_llm", 64)):
+        some_engine = cache.engine()
+        some_engine.add(prompts()[0], max_new_tokens=2, keep=True)
+        prefix = [output.prefix for output in some_engine.run()][-1]
+        with pytest.raises(ValueError, match="does not fit into the engine: it belongs to another model"):
+            make_engine(language_model=tiny.make_lively_llm()).add([1], prefix, max_new_tokens=2)
+
+
 def test_answers_of_similar_lengths_share_a_compressed_row():
     cache = llm().cache("uniform:recent=16", "50%")
     for prompt in (100, 650, 3000):

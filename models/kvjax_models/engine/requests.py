@@ -155,6 +155,8 @@ class RequestChecks:
             check_integer("max_new_tokens", max_new_tokens, minimum=1)
             if max_new_tokens > MAX_TOKENS:
                 raise ValueError(f"max_new_tokens={max_new_tokens} must be at most {MAX_TOKENS}")
+        if prefix is not None and prefix.generator.model is not self._model:
+            raise ValueError("the document or prefix does not fit into the engine: it belongs to another model")
         in_context = self._model.config.max_length - len(tokens) - (0 if prefix is None else prefix.num_tokens)
         limit = max(min(_DEFAULT_NEW_TOKENS, in_context), 1) if max_new_tokens is None else max_new_tokens
         if prefix is not None and (shared := prefix.shared) is not None:
@@ -163,8 +165,6 @@ class RequestChecks:
 
     def _limit_after(self, shared: Prefix, num_after: int, max_new_tokens: int | None) -> int:
         """Returns the maximum number of new tokens after a shared prefix and further tokens."""
-        if shared.generator.model is not self._model:
-            raise ValueError("the document does not fit into the engine: it belongs to another model")
         left = shared.max_suffix_tokens - num_after
         limit = max(left, 1) if max_new_tokens is None else max_new_tokens
         if limit > left:
