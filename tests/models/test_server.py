@@ -747,6 +747,18 @@ def test_questions_wait_for_the_memory_of_other_documents(random_llm, tmp_path, 
         assert refuse(server, document="a")["message"].startswith("the row of the request takes up to")
 
 
+def test_a_client_that_leaves_leaves_no_document_without_an_id(random_llm, tmp_path):
+    """Programs are compiled after the document was saved, which may take a minute."""
+    arguments = Conversations(0, lambda: 0), lambda: 0, lambda document: iter([None]), set
+    with contextlib.closing(Documents(random_llm.cache("exact"), Settings(documents_dir=tmp_path), *arguments)) as held:
+        for name, count in ((None, 0), ("named", 1)):
+            steps = held.read(schema.DocumentRequest(id=name, text=TEXT_OF_DOCUMENT))
+            while not len(held):
+                assert next(steps) is None
+            steps.close()
+            assert len(held) == len(held.describe_all()) == count
+
+
 def test_the_last_document_leaves_its_memory_to_rows(random_llm, tmp_path):
     """A prompt, or a question to another document, would otherwise wait forever."""
     cache, text = random_llm.cache("exact"), TEXT_OF_DOCUMENT * 4

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from typing import Any
 
 import filelock
@@ -242,8 +242,10 @@ class Documents:
                 code="context_length_exceeded",
             )
 
-    def read(self, body: DocumentRequest) -> Iterator[dict[str, Any] | None]:
+    def read(self, body: DocumentRequest) -> Generator[dict[str, Any] | None]:
         """Compresses a text in steps, and saves the document.
+
+        If it is closed before the last step, no document without an id of the client remains.
 
         Args:
             body: the text, which `check_text` has checked; its id cannot be guessed if it names none. With
@@ -290,8 +292,15 @@ class Documents:
                 with contextlib.suppress(RequestError):
                     self.delete(one)
             raise
-        for document in documents:
-            yield from self._warm_up(document)
+        is_warm = False
+        try:
+            for document in documents:
+                yield from self._warm_up(document)
+            is_warm = True
+        finally:
+            for one in names if body.id is None and not is_warm else ():  # the client has gone, and does not know them
+                with contextlib.suppress(RequestError):
+                    self.delete(one)
         described = self.describe(name) | {"seconds": round(time.monotonic() - start, 3)}
         yield described | ({"full_cache": names[1]} if body.full_cache else {})
 

@@ -223,7 +223,7 @@ class Worker:
         self.conversations = Conversations(settings.conversations, self._conversation_bytes)
         self.error: BaseException | None = None
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._readings: collections.deque[tuple[Future[Any], Iterator[Any]]] = collections.deque()
+        self._readings: collections.deque[tuple[Future[Any], collections.abc.Generator[Any]]] = collections.deque()
         self._openings: collections.deque[tuple[Future[Any], str]] = collections.deque()
         self._opened: dict[Future[Any], Document] = {}  # of requests that are not submitted yet
         self._jobs: _Jobs | None = None
@@ -348,7 +348,7 @@ class Worker:
         self._put(run)
         return await asyncio.wrap_future(future)
 
-    async def read(self, steps: Iterator[Any]) -> Any:
+    async def read(self, steps: collections.abc.Generator[Any]) -> Any:
         """Runs an iterator in the thread, between the steps of engines, and returns its last item."""
         future: Future[Any] = Future()
         self._put(lambda: self._readings.append((future, steps)))
@@ -543,6 +543,7 @@ class Worker:
             if result is None:
                 return
             _settle(future, result)
+        steps.close()
         self._readings.popleft()
 
     def _fail_all(self) -> None:
