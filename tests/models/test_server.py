@@ -759,6 +759,25 @@ def test_a_client_that_leaves_leaves_no_document_without_an_id(random_llm, tmp_p
             assert len(held) == len(held.describe_all()) == count
 
 
+def test_texts_that_are_encoded_count_as_waiting(random_llm, monkeypatch):
+    is_free = threading.Event()
+    check_text = Documents.check_text
+
+    def wait(*args):
+        assert is_free.wait(60)
+        check_text(*args)
+
+    monkeypatch.setattr(Documents, "check_text", wait)
+    with Server(random_llm.cache("exact"), {"max_queue": 2}) as server:
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            posts = [pool.submit(server.post, DOCUMENTS, text=TEXT_OF_DOCUMENT) for _ in range(2)]
+            wait_until(lambda: server.worker._num_readings == 2)
+            assert refuse(server, DOCUMENTS, text=TEXT_OF_DOCUMENT, status=429)["code"] == "queue_full"
+            is_free.set()
+            assert [one.result()[0] for one in posts] == [200, 200]
+        assert server.post(DOCUMENTS, text=TEXT_OF_DOCUMENT)[0] == 200
+
+
 def test_the_last_document_leaves_its_memory_to_rows(random_llm, tmp_path):
     """A prompt, or a question to another document, would otherwise wait forever."""
     cache, text = random_llm.cache("exact"), TEXT_OF_DOCUMENT * 4

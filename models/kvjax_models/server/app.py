@@ -35,7 +35,7 @@ from kvjax_models.server.metrics import Metrics
 from kvjax_models.server.reply import Reply
 from kvjax_models.server.responses import error_response, json_response, unless_disconnected
 from kvjax_models.server.settings import Settings
-from kvjax_models.server.worker import Job, Worker, full_queue, unavailable
+from kvjax_models.server.worker import Job, Worker, unavailable
 from kvjax_models.tokenized_model import TokenizedModel
 
 _Handler = Callable[[Request], Awaitable[Response]]
@@ -143,10 +143,9 @@ class _Handlers:
     async def post_document(self, request: Request) -> Response:
         documents = self._documents()
         body = await self._parse_document(request)
-        if self._worker.num_readings >= self._worker.settings.max_queue:
-            raise full_queue("texts wait to be read")
-        await asyncio.to_thread(documents.check_text, body)
-        values = await unless_disconnected(request, self._worker.read(documents.read(body)))
+        with self._worker.queue_text():
+            await asyncio.to_thread(documents.check_text, body)
+            values = await unless_disconnected(request, self._worker.read(documents.read(body)))
         add_details(request.scope, f"{values['tokens']} tokens read")
         return json_response(values)
 

@@ -229,6 +229,7 @@ class Worker:
         self._jobs: _Jobs | None = None
         self._num_sequences = 0  # of all submitted jobs; of the handlers' thread
         self._num_openings = 0  # of requests that are not submitted yet; of the handlers' thread
+        self._num_readings = 0  # texts that are read or wait for that; of the handlers' thread
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
         self._is_stopping = self._is_warm = False
         self._lock, self._is_closed = threading.Lock(), False  # closed: nobody runs commands any more
@@ -266,11 +267,6 @@ class Worker:
     def num_waiting(self) -> int:
         """Sequences that wait for a row."""
         return 0 if self._jobs is None else self._jobs.engine.num_waiting
-
-    @property
-    def num_readings(self) -> int:
-        """Texts that are read or wait for that."""
-        return len(self._readings)
 
     @property
     def held_bytes(self) -> int:
@@ -347,6 +343,17 @@ class Worker:
 
         self._put(run)
         return await asyncio.wrap_future(future)
+
+    @contextlib.contextmanager
+    def queue_text(self) -> Iterator[None]:
+        """Counts a text that is read within the context; refuses it if too many wait."""
+        if self._num_readings >= self.settings.max_queue:
+            raise full_queue("texts wait to be read")
+        self._num_readings += 1
+        try:
+            yield
+        finally:
+            self._num_readings -= 1
 
     async def read(self, steps: collections.abc.Generator[Any]) -> Any:
         """Runs an iterator in the thread, between the steps of engines, and returns its last item."""
