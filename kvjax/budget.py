@@ -110,6 +110,22 @@ class Budget:
                 stacklevel=2,
             )
 
+    def warn_if_reserved(self, policy: Policy, spec: CacheSpec, tokens: int) -> None:
+        """Warns once if slots that are reserved for new tokens exceed a share, which leaves few to the prompt.
+
+        Args:
+            policy: the policy with its smallest budget, whose cache exceeds the share.
+        """
+        few_new = dataclasses.replace(spec, max_new_tokens=min(spec.max_new_tokens, policy.compact_every))
+        if _reserves_decode_slots(policy) and limited_bytes(policy, few_new) <= self.limit(spec, tokens):
+            warnings.warn(
+                f"budget={self} is less than the slots reserved for new tokens, so that the prompt has the smallest "
+                "cache of the policy: most of its facts are lost; reduce max_new_tokens, set "
+                "reserve_decode_slots=false, or pass a larger budget",
+                SmallBudgetWarning,
+                stacklevel=2,
+            )
+
     def share(self, spec: CacheSpec, tokens: int) -> float:
         """Returns the budget as a fraction of a full bfloat16 cache, or of its tokens for a budget in slots."""
         if self.fraction is not None:

@@ -158,6 +158,25 @@ def test_one_warning_for_a_small_budget(llm):
     assert [str(one.message)[:15] for one in caught if one.category is SmallBudgetWarning] == ["budget=25 slots"]
 
 
+def test_a_warning_if_slots_for_new_tokens_exceed_the_share(llm):
+    """A long prompt had 48 slots, and only its summary said so, as of a short text."""
+
+    def warns(policy, *lengths):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.resetwarnings()
+            rows = llm.cache(policy, "25%").rows(*lengths)
+        assert rows[-1].is_short or not caught
+        return [one.category for one in caught] == [SmallBudgetWarning]
+
+    assert warns("snapkv", 2000, 1000)
+    assert warns("snapkv:alpha_safeguard=0.2", 2000, 1000)
+    assert not warns("snapkv", 2000, 16)
+    assert not warns("snapkv:reserve_decode_slots=false", 2000, 1000)
+    assert not warns("snapkv", 30, 1000)  # which holds the entire prompt
+    assert not warns("snapkv", 60, 64)  # short
+    assert not warns("auto", 2000, 1000)
+
+
 def test_text_and_tail_have_the_format_of_one_resolution(llm, monkeypatch):
     """Between the lengths at which bytes are a fifth of the text, and of the bucket of its length."""
     monkeypatch.setattr(auto_policy, "_FORMATS_WITH_FEW_HEADS", auto_policy._AUTO_FORMATS)
