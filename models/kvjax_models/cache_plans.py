@@ -162,7 +162,14 @@ class CachePlans:
                 # Without a budget here, the policy has one.
                 budget = None if self.budget is None else Budget.of(EXACT_SUFFIX_TOKENS)
                 streamed = dataclasses.replace(self, budget=budget, kv_dtype=reader.kv_dtype)
-                policy = streamed.plan(max_prompt_tokens=1, max_new_tokens=capacity, streaming=True).policies
+                try:
+                    policy = streamed.plan(max_prompt_tokens=1, max_new_tokens=capacity, streaming=True).policies
+                except ValueError as error:
+                    reason = str(error).removesuffix("; set streaming=False")
+                    raise ValueError(
+                        f"more than {EXACT_SUFFIX_TOKENS} tokens after a document are compressed while they come, but "
+                        f"{reason}; reduce max_new_tokens"
+                    ) from error
             plan = Plan(
                 self.llm.model,
                 policy,

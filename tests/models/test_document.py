@@ -249,6 +249,14 @@ def test_documents_that_cannot_be_continued_are_refused():
     assert not engine.has_unfinished
 
 
+def test_long_answers_of_a_policy_that_needs_entire_prompts_are_refused():
+    document = llm().cache("snapkv", "50%").read("A book. " * 20, max_new_tokens=5000)
+    assert len(document.ask("Who?", max_new_tokens=4, return_details=True)[0].tokens) == 4
+    message = "more than 4096 tokens after a document .* compresses entire prompts; reduce max_new_tokens"
+    with pytest.raises(ValueError, match=message):
+        document.ask("Who?")
+
+
 # --- chat templates ---
 
 START = "{{ bos_token }}"
