@@ -1,6 +1,8 @@
 """Text generation with `kvjax_models.load`."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import shutil
 import threading
@@ -284,6 +286,31 @@ def test_an_interrupt_ends_an_answer_but_not_the_conversation(chat_llm):
     assert answer == "".join(chat_llm.cache().stream(conversation.messages[:-1], max_new_tokens=12))
     roles = [message["role"] for message in conversation.messages]
     assert roles == ["system", *["user", "assistant"] * 3]
+
+
+def test_an_interrupt_while_the_first_turn_is_read_loses_no_text(chat_llm, tmp_path, monkeypatch):
+    """Also after a system message."""
+    stops, conversations = iter([True, False, False]), []
+
+    @contextlib.contextmanager
+    def deferred():
+        stop = threading.Event()
+        if next(stops):
+            stop.set()
+        yield stop
+
+    def converse(*args):
+        conversations.append(Conversation(*args))
+        return conversations[0]
+
+    monkeypatch.setattr("kvjax_models.cli.interrupts.deferred", deferred)
+    monkeypatch.setattr("kvjax_models.cli.chat.Conversation", converse)
+    monkeypatch.setattr(Chat, "load", lambda options: chat_llm)
+    monkeypatch.setattr("sys.stdin", io.StringIO("One?\nTwo?\nThree?\n"))
+    (tmp_path / "text").write_text("A book.")
+    Chat(prompt_file=str(tmp_path / "text"), system="Be brief.", max_new_tokens=4, quiet=True).run()
+    contents = [one["content"] for one in conversations[0].messages if one["role"] == "user"]
+    assert contents == ["A book.\n\nTwo?", "Three?"]
 
 
 def test_a_conversation_without_capacity_is_refused(chat_llm):

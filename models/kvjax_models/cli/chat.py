@@ -32,7 +32,7 @@ class Chat(GenerationOptions):
             with interrupts.deferred() as stop:
                 for text in conversation.answer(document + turn, stop):
                     write_output(text)
-            if conversation.messages:
+            if conversation.has_answer:
                 document = ""
             write_output("\n")
         if (prefix := conversation.prefix) is not None:
@@ -64,6 +64,11 @@ class Conversation:
         self.engine = options.cache(llm).engine(rows=1, max_prefill_tokens=1, stream_interval=1)
         self.prefix: Prefix | None = None
         self._text = ""  # the rendered conversation in the prefix
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether a turn was read entirely."""
+        return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
     def answer(self, turn: str, stop: threading.Event | None = None) -> Iterator[str]:
         """Answers a turn of the user; raises a ValueError if the model has no chat template.
