@@ -89,6 +89,9 @@ def test_generate_asks_a_saved_document(kvjax, answer, tmp_path):
     assert "[uniform: 2 answers about a text of" in asked.err
     answers = asked.out.split(f"== {question}\n")[1:]
     assert [text.strip() for text in answers] == [answer.strip()] * 2
+    # By default, up to the capacity, which a question takes a part of.
+    asked = kvjax("generate", MODEL, f"--document={document}", questions[0])
+    assert asked.out.removeprefix(f"== {question}\n").startswith(answer.strip())
 
 
 def test_tokens_after_a_stop_string_are_not_counted(kvjax):

@@ -141,13 +141,16 @@ def _ask(options: Generate, document: Document, texts: list[str]) -> None:
         if getattr(options, name) != getattr(defaults, name):
             raise ValueError(f"--{name} is that of the saved document, {document}; remove the option")
     answer = document.generate if document.messages is None else document.ask
+    values = dataclasses.asdict(options.sampling)
+    # A question takes a part of the capacity, which has the same default.
+    if options.max_new_tokens != defaults.max_new_tokens or document.max_new_tokens >= 2 * defaults.max_new_tokens:
+        values["max_new_tokens"] = options.max_new_tokens
     completions, usage = answer(
         texts,
-        max_new_tokens=options.max_new_tokens,
         stop=options.stop,
         seed=options.seed,
         return_details=True,
-        **dataclasses.asdict(options.sampling),
+        **values,
     )
     names = [*(["--prompt"] if options.prompt is not None else []), *options.prompt_file]
     for name, completion in zip(names, completions, strict=True):
