@@ -62,6 +62,13 @@ def test_batches_have_limits():
     assert start(scheduler) == [0, 1]
 
 
+def test_rows_without_a_request_have_bytes():
+    for max_bytes, expected in ((40, [0, 1, 2]), (39, [0, 1])):
+        scheduler = Scheduler(8, max_bytes)
+        add(scheduler, 0, 1, 2, batch="a", pads=True)
+        assert start(scheduler) == expected
+
+
 def test_equal_prompts_start_with_the_first_one():
     scheduler = Scheduler(8)
     add(scheduler, 0, 2, prompt="x")

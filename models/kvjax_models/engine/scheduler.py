@@ -106,7 +106,8 @@ class Scheduler:
                 continue
             chosen.append(request)
             prompts[request.prompt] = None
-        if chosen and not chosen[0].pads:  # batches of other sizes than powers of two would be further programs
+        # Other numbers than powers of two are further programs, or need rows without a request.
+        if chosen and not (chosen[0].pads and self._fits_padding(chosen, len(prompts))):
             kept = [*prompts][: 1 << (len(prompts).bit_length() - 1)]
             chosen = [request for request in chosen if request.prompt in kept]
         for request in chosen:
@@ -119,6 +120,12 @@ class Scheduler:
         if len(chosen) >= self.num_free_rows:
             return False
         needed = self.reserved_bytes + sum(one.row_bytes for one in chosen) + request.row_bytes
+        return self.max_bytes is None or needed <= self.max_bytes
+
+    def _fits_padding(self, chosen: Sequence[Waiting], num_prompts: int) -> bool:
+        """Returns whether there are bytes for the rows without a request of a batch of prompts."""
+        padding = (width_for(num_prompts) - num_prompts) * chosen[0].row_bytes
+        needed = self.reserved_bytes + sum(one.row_bytes for one in chosen) + padding
         return self.max_bytes is None or needed <= self.max_bytes
 
     def _joins(self, request: Waiting, first: Waiting, prompts: Collection[Hashable]) -> bool:
