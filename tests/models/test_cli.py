@@ -11,6 +11,9 @@ import pytest
 
 from kvjax.registry import POLICIES, THEORY
 from kvjax_models import cli, load
+from kvjax_models.cli import many
+from kvjax_models.cli.generate import Generate
+from kvjax_models.saves import describe_difference
 from tests.models import tiny
 from tests.models.support import ROOT
 
@@ -130,6 +133,18 @@ def test_generate_completes_a_file_of_prompts_and_resumes(kvjax, answer, tmp_pat
     assert output.read_text() == completed
     with pytest.raises(SystemExit, match=r"texts.jsonl belongs to another run: sampling.temperature is 0.0, not 1.0"):
         kvjax(*options, "--resume", "--temperature=1")
+
+
+def test_a_run_with_another_budget_is_not_resumed():
+    """The longest prompt has 144 slots with both; the other one has 32 with a share, and 144 with the bytes."""
+    llm = load(tiny.directory())
+    lines = [many.PromptLine([1] * tokens, 64, 0, None) for tokens in (1000, 300)]
+    manifests = []
+    for budget in ("50%", "112192B"):
+        options = Generate(policy="uniform:recent=16", budget=budget)
+        manifests.append(many._manifest(options, [], llm, options.cache(llm), lines))
+    assert manifests[0]["policy"] == manifests[1]["policy"]
+    assert describe_difference(*manifests) == "budget.bytes is 112192, not None"
 
 
 @pytest.mark.parametrize(

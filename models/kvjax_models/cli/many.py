@@ -30,7 +30,7 @@ from kvjax_models.language_model import LanguageModel
 from kvjax_models.runner.state import check_seed
 from kvjax_models.saves import describe_difference
 
-FORMAT = 5  # of OUT.jsonl.run.json
+FORMAT = 6  # of OUT.jsonl.run.json
 _KEYS = {"prompt", "messages", "max_new_tokens", "seed", "id"}
 
 
@@ -226,10 +226,12 @@ def _manifest(
     lengths = max(len(line.tokens) for line in lines), max(line.max_new_tokens for line in lines)
     generator = cache.rows(*lengths)[-1]  # of the longest line
     state = jax.tree_util.tree_leaves_with_path(jax.eval_shape(generator.init_state))
+    budget = None if cache.budget is None else dataclasses.asdict(cache.budget) | {"text": None}
     names = ("batch", "max_prompt_tokens", "max_new_tokens", "streaming")
     return {  # the decisive values first
         "format": FORMAT,
         "model": describe_model(generator.model),
+        "budget": budget,  # shorter lines may differ where the longest one has an equal policy
         "sizes": {name: getattr(generator, name) for name in names},
         "policy": [kvjax.describe(policy) for policy in generator.policies],
         "arrays": {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in state},
