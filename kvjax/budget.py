@@ -28,6 +28,7 @@ LARGE_BUDGET = 2**20
 _MIN_SLOTS, _MIN_FRACTION = 64, 0.03
 MAX_STAGING_TOKENS = 128  # of any policy by default
 _STAGING_SHARE = 0.01
+MAX_RESERVED_SHARE = 0.5  # of the bytes of a budget that slots for new tokens take by default
 
 
 class SmallBudgetWarning(UserWarning):
@@ -111,17 +112,11 @@ class Budget:
             )
 
     def warn_if_reserved(self, policy: Policy, spec: CacheSpec, tokens: int) -> None:
-        """Warns once if slots that are reserved for new tokens exceed a share, which leaves few to the prompt.
-
-        Args:
-            policy: the policy with its smallest budget, whose cache exceeds the share.
-        """
-        few_new = dataclasses.replace(spec, max_new_tokens=min(spec.max_new_tokens, policy.compact_every))
-        if _reserves_decode_slots(policy) and limited_bytes(policy, few_new) <= self.limit(spec, tokens):
+        """Warns once about a policy whose slots for new tokens take most of the budget."""
+        if reserved_bytes(policy, spec) > MAX_RESERVED_SHARE * self.limit(spec, tokens):
             warnings.warn(
-                f"budget={self} is less than the slots reserved for new tokens, so that the prompt has the smallest "
-                "cache of the policy: most of its facts are lost; reduce max_new_tokens, set "
-                "reserve_decode_slots=false, or pass a larger budget",
+                f"most of budget={self} are slots reserved for new tokens, so that the prompt keeps few of its tokens; "
+                "reduce max_new_tokens, set reserve_decode_slots=false, or pass a larger budget",
                 SmallBudgetWarning,
                 stacklevel=2,
             )
@@ -336,6 +331,14 @@ def limited_bytes(policy: Policy, spec: CacheSpec) -> float:
     """
     measure = row_read_bytes if policy.is_retrieval else row_bytes
     return sum(len(equal) * measure(policy, equal[0]) for equal in _equal_layers(policy, spec)) / spec.layers
+
+
+def reserved_bytes(policy: Policy, spec: CacheSpec) -> float:
+    """Returns the bytes per row and layer of slots that a policy reserves for new tokens."""
+    if not _reserves_decode_slots(policy):
+        return 0
+    few_new = dataclasses.replace(spec, max_new_tokens=min(spec.max_new_tokens, policy.compact_every))
+    return limited_bytes(policy, spec) - limited_bytes(policy, few_new)
 
 
 def _reserves_decode_slots(policy: Policy) -> bool:

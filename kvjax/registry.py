@@ -7,7 +7,16 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from kvjax.budget import LARGE_BUDGET, Budget, fit_bytes, fit_share, staging_tokens
+from kvjax.budget import (
+    LARGE_BUDGET,
+    MAX_RESERVED_SHARE,
+    Budget,
+    fit_bytes,
+    fit_share,
+    min_budget,
+    reserved_bytes,
+    staging_tokens,
+)
 from kvjax.combinators.ada_kv import AdaKV
 from kvjax.combinators.by_layer import FirstLayers
 from kvjax.combinators.head_budgets import HeadBudgets, Shares, load_shares
@@ -265,6 +274,9 @@ def fit_policy(
 ) -> Policy:
     """Returns the policy that fills a budget, of values that `policy_values` returned.
 
+    If slots for new tokens (`reserve_decode_slots`, SnapKV's default) would take more than half of a budget in bytes or
+    percent, new tokens take the slots of the lowest-ranked ones instead, unless the policy's name sets that.
+
     Args:
         budget: the budget; None for a policy that needs none.
         tokens: tokens of the full cache that a fraction refers to.
@@ -278,23 +290,30 @@ def fit_policy(
     """
     if isinstance(policy, Policy):
         return policy
-    make = policy.make if isinstance(policy, PolicyChoice) else policy
-    if budget is None:
-        return make()
-    if budget.slots is not None:
-        return make(budget.slots)
-    compact_every = staging_tokens(budget.share(spec, tokens) * tokens)
-    if isinstance(policy, PolicyChoice) and issubclass(policy.policy_class, TopKPolicy):
-        make = policy.with_settings(compact_every=compact_every).make
-    elif isinstance(policy, type) and issubclass(policy, TopKPolicy):
-        make = functools.partial(policy, compact_every=compact_every)
+    if budget is None or budget.slots is not None:
+        make = policy.make if isinstance(policy, PolicyChoice) else policy
+        return make() if budget is None else make(budget.slots)
+    settings: dict[str, Any] = {"compact_every": staging_tokens(budget.share(spec, tokens) * tokens)}
     try:
         limit = budget.limit(spec, tokens)
+        make = _maker(policy, settings)
+        if reserved_bytes(make(min_budget(make, spec)), spec) > MAX_RESERVED_SHARE * limit:
+            make = _maker(policy, settings | {"reserve_decode_slots": False})
         if allow_smallest and budget.fraction is not None:
             return fit_share(make, spec, limit, full=Exact(TILE))
         return fit_bytes(make, spec, limit)
     except ValueError as error:
         raise ValueError(f"budget={budget} of {tokens} tokens: {error}") from error
+
+
+def _maker(policy: PolicyChoice | Callable[[int], Policy], settings: Mapping[str, Any]) -> Callable[[int], Policy]:
+    """Returns a function that makes a policy with a budget; top-k policies get settings that a name does not have."""
+    policy_class = policy.policy_class if isinstance(policy, PolicyChoice) else policy
+    if not (isinstance(policy_class, type) and issubclass(policy_class, TopKPolicy)):
+        settings = {}
+    if isinstance(policy, PolicyChoice):
+        return policy.with_settings(**settings).make
+    return functools.partial(policy, **settings) if settings else policy
 
 
 def _combine(

@@ -281,12 +281,11 @@ class CachePlans:
             is_short = budget.fraction is not None and limited_bytes(resolved, spec) > budget.limit(spec, tokens)
             if not is_short and not resolved.is_retrieval:
                 budget.warn_if_small(spec, tokens)
-        plan = Plan(
+            if budget.slots is None:
+                budget.warn_if_reserved(resolved, spec, tokens)
+        return Plan(
             self.llm.model, resolved, **lengths, context_tokens=context_tokens, kv_dtype=kv_dtype, is_short=is_short
         )
-        if budget is not None and is_short and plan.held_share(max_prompt_tokens) < 1:
-            budget.warn_if_reserved(resolved, spec, tokens)
-        return plan
 
 
 def _similar_answers(prompts: range, max_new_tokens: int) -> range:
