@@ -71,10 +71,13 @@ class Table(NamedTuple):
     lines: list[Line]
 
 
-def by_document(rows: Iterable[Row]) -> dict[tuple[str, int, str], float]:
-    """Returns the mean score of every document, by task, seed and document."""
+def by_document(rows: Iterable[Row]) -> dict[tuple[str, str], float]:
+    """Returns the mean score of every document, by task and document.
+
+    Generated documents have the seed in their names; a published one under several seeds is one document.
+    """
     scored = [row for row in rows if row.score is not None]
-    documents = group_by(lambda row: (row.task, row.seed, row.document), scored)
+    documents = group_by(lambda row: (row.task, row.document), scored)
     return {key: float(np.mean([row.score for row in of_document])) for key, of_document in documents.items()}
 
 

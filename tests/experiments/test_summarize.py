@@ -1,5 +1,6 @@
 """Means, intervals and differences of rows, and the command that prints them."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -26,6 +27,13 @@ def test_means_are_over_documents_and_differences_are_paired():
     assert snapkv.difference.value == pytest.approx(-0.25) and snapkv.difference.high < 0
     columns, lines = summarize.cells(table, "exact")
     assert len(columns) == len(lines[0]) and lines[1][1] == "25.0%"
+
+
+def test_a_document_under_several_seeds_is_one():
+    once = rows_of("exact", "a", [1.0, 0.0, 1.0, 1.0])
+    thrice = [dataclasses.replace(one, seed=seed) for one in once for seed in range(3)]
+    [first], [second] = (summarize.summarize(rows) for rows in (once, thrice))
+    assert first.lines == second.lines
 
 
 def test_failures_are_counted_next_to_the_scores_of_their_setting():
