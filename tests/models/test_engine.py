@@ -385,7 +385,7 @@ def test_rows_follow_their_tokens():
 
 
 def test_turns_of_a_full_cache_may_have_any_limits():
-    """Also of less than a block, beside a row with another limit."""
+    """Also of less than a block, next to a row with another limit."""
     cache, question = llm().cache("exact"), prompts()[1][:9]
     some_engine = cache.engine(rows=2)
     for limits in ((9, 50), (50, 9)):
@@ -402,7 +402,7 @@ def test_turns_of_a_full_cache_may_have_any_limits():
 
 @pytest.mark.parametrize(("policy", "budget"), [("snapkv", "25%"), ("auto", "64KiB")])
 def test_a_full_cache_that_is_followed_by_another_kind_keeps_its_size(policy, budget):
-    """The cache of a short prompt is a full one, also with a budget; that of a long one is compressed."""
+    """The cache of a short prompt is a full one, also with a budget; the cache of a long one is compressed."""
     cache, question = llm().cache(policy, budget), [*range(90)] * 6
     some_engine = cache.engine(rows=2)
 

@@ -159,7 +159,7 @@ def test_one_warning_for_a_small_budget(llm):
 
 
 def test_slots_for_new_tokens_take_at_most_half_of_a_budget(llm):
-    """SnapKV reserves them; a long prompt had 48 slots beside them, and its summary said that it was short."""
+    """SnapKV reserves them. A long prompt had 48 other slots, and its summary said that it was short."""
 
     def kept(policy, num_new, budget="25%"):
         with warnings.catch_warnings(record=True) as caught:

@@ -332,7 +332,7 @@ def test_invalid_options_and_messages_are_refused(call, message):
 
 
 def test_a_text_before_a_tool_call_may_be_omitted():
-    """Llama 3.1's and Mistral's templates render the calls of a message and nothing else of it."""
+    """Llama 3.1's and Mistral's templates render only the calls of such a message."""
     template = (
         "{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}"
         "{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}"

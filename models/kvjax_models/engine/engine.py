@@ -170,7 +170,7 @@ class Engine:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether requests wait, and none can start before `max_bytes` is larger."""
+        """Whether requests wait that only a larger `max_bytes` lets start."""
         return self._scheduler.is_blocked
 
     @property

@@ -47,7 +47,7 @@ class QuantizedLinear(nnx.Module):
         Args:
             x: input.
             index: index of the output's axes.
-            dtype: dtype of the output; None: that of x.
+            dtype: dtype of the output; None for the dtype of x.
         """
         y = multiply(x, self.kernel[...][:, *index], self.channel_scale[...][index], dtype)
         return y if self.bias is None else y + self.bias[...][index]
@@ -136,7 +136,7 @@ def multiply(
     Args:
         x: activations.
         kernel: int8 values.
-        dtype: dtype of the product; None: that of x.
+        dtype: dtype of the product; None for the dtype of x.
     """
     flat, matrix = x.reshape(-1, x.shape[-1]), kernel.reshape(kernel.shape[0], -1)
 

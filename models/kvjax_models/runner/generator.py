@@ -176,7 +176,7 @@ class Generator:
         return self._kept_properties() == other._kept_properties()
 
     def _kept_properties(self) -> tuple[Any, ...]:
-        """Returns what the entries of a cache depend on, besides their number."""
+        """Returns the properties that decide the entries of a cache, except for their number."""
         layers = self.config.attention_layers
         rotaries = [self.config.rotary(layer, self.context_tokens) for layer in layers]  # keys are rotated in the cache
         return self.policies, self.kv_dtype, rotaries

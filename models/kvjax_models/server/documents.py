@@ -70,7 +70,7 @@ class Documents:
         self.cache, self._settings, self._conversations = cache, settings, conversations
         self._row_bytes, self._warm_up, self._in_use = row_bytes, warm_up, in_use
         self._in_memory: collections.OrderedDict[str, Document] = collections.OrderedDict()  # oldest use first
-        # Also those that only requests hold.
+        # Also the documents that only requests hold.
         self._alive: weakref.WeakValueDictionary[str, Document] = weakref.WeakValueDictionary()
         # Time of the last use of every document, in seconds since 1970; its directory has the same time.
         self._used: dict[str, float] = {}
@@ -126,7 +126,7 @@ class Documents:
         self._conversations.trim()
 
     def fits(self, name: str) -> bool:
-        """Returns whether a document has room in memory next to those that requests hold, or none does.
+        """Returns whether a document fits into memory next to the documents of requests; also if no request has one.
 
         Raises:
             RequestError: if the id is invalid.
