@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import kvjax
+from kvjax_models.adapters.layers import prompt_lengths
 from kvjax_models.adapters.linen import KVCache as LinenCache
 from kvjax_models.adapters.nnx import KVCache as NnxCache
 from tests.adapters.policies import KVGRAD, KVZAP, KVZIP, POLICIES
@@ -104,6 +105,13 @@ def test_exact_equals_the_cache_of_flax(host, inputs):
     short = jnp.concatenate([prompt[:, : LENGTHS[1]], new], axis=1)
     np.testing.assert_allclose(padded[1], run_flax(short)[1, LENGTHS[1] :], atol=2e-5)
     assert cache.num_tokens.tolist() == (LENGTHS + NEW).tolist()
+
+
+def test_masks_of_flax_hide_padding():
+    valid = jnp.arange(PROMPT) < LENGTHS[:, None]
+    pairs, causal = nn.make_attention_mask(valid, valid, dtype=bool), nn.make_causal_mask(valid, dtype=bool)
+    for mask in (pairs, causal & pairs, causal & padding_mask()):
+        np.testing.assert_array_equal(prompt_lengths(jnp.zeros((BATCH, PROMPT, 4, DIM)), mask), LENGTHS)
 
 
 def run_kvjax(policy, spec, weights, prompt, new):

@@ -92,11 +92,12 @@ def prompt_lengths(query: Float[Array, "B T H D"], mask: Bool[Array, "B #H T T"]
 
     Args:
         query: queries of the prompt.
-        mask: attention mask; tokens that the last token does not see are padding. None for no padding.
+        mask: attention mask; tokens that no token sees are padding. None for no padding.
     """
     if mask is None:
         return jnp.full(query.shape[0], query.shape[1], jnp.int32)
-    visible = jnp.broadcast_to(mask[:, 0, -1], query.shape[:2])
+    # Any token, because masks of `make_attention_mask` hide all tokens from padding, also from the last one.
+    visible = jnp.broadcast_to(jnp.any(mask[:, 0], axis=1), query.shape[:2])
     return jnp.sum(visible, axis=-1, dtype=jnp.int32)
 
 

@@ -43,8 +43,8 @@ class KVCache(nn.Module):
 
         Args:
             query: queries; those of a prompt are left-aligned.
-            mask: attention mask of a prompt; tokens that the last token does not see are padding. None for prompts
-                without padding. Attention is causal, whatever the mask.
+            mask: attention mask of a prompt; tokens that no token sees are padding. None for prompts without padding.
+                Attention is causal, whatever the mask.
 
         Returns:
             The attention output, in the dtype of the queries.

@@ -43,8 +43,7 @@ class KVCache(nnx.Module):
 
         Args:
             query: queries.
-            mask: attention mask of a prompt; tokens that the last token does not see are padding. None for prompts
-                without padding.
+            mask: attention mask of a prompt; tokens that no token sees are padding. None for prompts without padding.
             **unused: further arguments of `nnx.MultiHeadAttention`, such as `is_causal`; attention is causal.
 
         Returns:
