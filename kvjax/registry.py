@@ -184,12 +184,24 @@ def split_policy(text: str) -> tuple[str, dict[str, Any], Budget | None]:
     description, _, budget = text.partition("@")
     name, _, settings_text = description.partition(":")
     settings = {}
-    for part in filter(None, re.split(r",(?![^(]*\))", settings_text)):
+    for part in filter(None, _split_settings(settings_text)):
         key, equals, value = part.partition("=")
         if not equals:
             raise ValueError(f"policy {shorten(text)}: {shorten(part)} must have the form setting=value")
         settings[key] = parse_value(value)
     return name, settings, Budget.parse(budget) if budget else None
+
+
+def _split_settings(text: str) -> list[str]:
+    """Splits text at the commas that are not in parentheses."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        if character == "," and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
 
 
 def parse_value(text: str) -> Any:
@@ -203,7 +215,7 @@ def parse_value(text: str) -> Any:
 def _format_value(value: Any) -> str:
     """Returns the text of a value, of which `parse_value` returns the value."""
     if isinstance(value, tuple):
-        return f"({','.join(map(_format_value, value))})"
+        return f"({','.join(map(_format_value, value))}{',' if len(value) == 1 else ''})"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -184,6 +184,13 @@ def test_values_in_text_are_python_literals_or_the_text():
         assert parse_value(text) == value and type(parse_value(text)) is type(value)
 
 
+def test_text_of_a_policy_gives_the_policy():
+    shares = (((1.0, 0.5), (0.001, 1.0)), ((1.0, 0.5),), (None, (1.0,)))
+    for heads in shares:
+        choice = kvjax.PolicyChoice.create("chelsea", {"heads": heads, "recent": 32}, None)
+        assert kvjax.PolicyChoice.parse(str(choice)) == choice
+
+
 def test_budgets_are_slots_fractions_or_bytes():
     spec = make_spec(prompt=400, layers=2)
     choice = kvjax.PolicyChoice.parse("subgen:per_cluster=2,recent=32@50%")
