@@ -115,6 +115,13 @@ class PolicyChoice:
         """Returns the choice with further settings; its present ones stay."""
         return dataclasses.replace(self, settings=tuple((settings | dict(self.settings)).items()))
 
+    def without_files(self) -> "PolicyChoice":
+        """Returns the choice with the shares of a file in place of its name (`heads=FILE`)."""
+        heads = dict(self.settings).get("heads")
+        if not isinstance(heads, str):
+            return self
+        return dataclasses.replace(self, settings=tuple((dict(self.settings) | {"heads": load_shares(heads)}).items()))
+
     @property
     def takes_budget(self) -> bool:
         """Whether the policy has a budget (all but exact have one)."""

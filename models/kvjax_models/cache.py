@@ -351,8 +351,11 @@ class CachedModel(CachePlans):
             resolved: the policy that a function in place of a policy made.
         """
         policy, heads = self.policy, self.heads
-        if isinstance(policy, Auto | PolicyChoice):
-            described: Any = str(policy)
+        if isinstance(policy, PolicyChoice):
+            # A save may be opened where a file of shares is not.
+            described: Any = str(policy.without_files())
+        elif isinstance(policy, Auto):
+            described = str(policy)
         else:
             described = kvjax.describe(policy if isinstance(policy, Policy) else resolved)
         return {

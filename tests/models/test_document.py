@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.combinators.head_budgets import retrieving_heads
+from kvjax.combinators.head_budgets import retrieving_heads, save_shares
 from kvjax_models import LanguageModel, cache_plans, prompts
 from kvjax_models.cache import read_together
 from kvjax_models.model.config import AttentionConfig
@@ -76,6 +76,17 @@ def test_answers_equal_those_of_a_question_alone(name):
     assert sampled == [document.ask(question, seed=3 + number, **options) for number, question in enumerate(QUESTIONS)]
     assert sampled != together
     jax.tree.map(np.testing.assert_array_equal, before, values_of(document))
+
+
+def test_a_save_does_not_need_the_file_of_shares(tmp_path):
+    file = tmp_path / "heads.json"
+    save_shares(file, retrieving_heads(2, 2, [(0, 1), (1, 0)]), {})
+    document = llm().cache(f"snapkv:heads={file},window_size=8,compact_every=8", 40).read(TEXT, max_new_tokens=96)
+    document.save(tmp_path / "saved")
+    file.unlink()
+    restored = llm().open(tmp_path / "saved")
+    assert restored.options == document.options
+    assert restored.ask(QUESTIONS[1], max_new_tokens=12) == document.ask(QUESTIONS[1], max_new_tokens=12)
 
 
 def test_a_document_with_a_full_cache_answers_as_its_conversation():
