@@ -20,11 +20,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import kvjax
+from kvjax.methods.exact.append_only_store import AppendOnlyStore
 from kvjax_models.model.recurrent import RecurrentState
 from kvjax_models.runner.generator import Generator
 from kvjax_models.runner.sampling import GREEDY, Sampling
 from kvjax_models.runner.state import GenerationState
-from kvjax_models.saves import Save, describe_difference
+from kvjax_models.saves import Save, array_name, describe_difference
 from kvjax_models.sharding import replicate
 
 
@@ -230,8 +231,11 @@ class Prefix:
         save.write(self._arrays(), manifest, {**notes, **sizes})
 
     def restore(self, save: Save) -> "Prefix":
-        """Returns a shared prefix with the arrays of a save."""
-        arrays = save.restore(self._arrays())
+        """Returns a shared prefix with the arrays of a save.
+
+        The number of slots of a full cache depends on the devices that share them; those past its tokens are empty.
+        """
+        arrays = save.restore(self._arrays(), _full_stores(self._arrays()))
         entries, logits, recurrent = arrays["texts"], arrays["logits"], arrays["recurrent"]
         return dataclasses.replace(self, entries=entries, logits=logits, recurrent=recurrent)
 
@@ -278,6 +282,21 @@ def _thaw(
     if (spec.max_prompt_tokens, spec.max_new_tokens) != (max_prompt_tokens, max_new_tokens):
         entries = kvjax.resize(entries, max_prompt_tokens, max_new_tokens)
     return jax.tree.map(jnp.copy, kvjax.thaw(entries, lengths))
+
+
+def _full_stores(arrays: Any) -> set[str]:
+    """Returns the names of the keys and values of full caches."""
+
+    def is_store(x: Any) -> bool:
+        return isinstance(x, AppendOnlyStore)
+
+    return {
+        array_name((*path, *inner))
+        for path, store in jax.tree_util.tree_leaves_with_path(arrays, is_leaf=is_store)
+        if is_store(store)
+        for inner, _ in jax.tree_util.tree_leaves_with_path(store)
+        if inner[0].name in ("keys", "values")
+    }
 
 
 _resize = jax.jit(kvjax.resize, static_argnames=("max_prompt_tokens", "max_new_tokens"))

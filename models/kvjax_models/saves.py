@@ -10,11 +10,13 @@ was interrupted, which the next one replaces. Reading compares every file with i
 of several processes, may write at a time.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
 import re
 import shutil
+from collections.abc import Collection
 from typing import Any
 
 import filelock
@@ -111,11 +113,13 @@ class Save:
         """The notes."""
         return self._read_json("notes")
 
-    def restore(self, like: Any) -> Any:
+    def restore(self, like: Any, resizable: Collection[str] = ()) -> Any:
         """Reads the arrays.
 
         Args:
             like: pytree of arrays with the shapes, dtypes, shardings and memory spaces of the result.
+            resizable: names of arrays (`array_name`) whose saved shape may differ: missing numbers are zeros, and
+                further ones are omitted.
 
         Returns:
             The pytree with the saved arrays.
@@ -124,9 +128,14 @@ class Save:
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
             for name, leaf in _named_arrays(like).items()
         }
-        with ocp.StandardCheckpointer() as checkpointer:
-            arrays = checkpointer.restore(self._path / "arrays", abstract)
-        return jax.tree_util.tree_map_with_path(lambda path, leaf: _like(arrays.get(_name(path)), leaf), like)
+        options = ocp.checkpoint_utils.construct_restore_args(abstract)
+        for name in abstract.keys() & set(resizable):
+            options[name] = dataclasses.replace(options[name], strict=False)
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            arrays = checkpointer.restore(
+                self._path / "arrays", args=ocp.args.PyTreeRestore(item=abstract, restore_args=options)
+            )
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: _like(arrays.get(array_name(path)), leaf), like)
 
     def _read_json(self, name: str) -> Any:
         return json.loads((self._path / name / "metadata").read_text(encoding="utf-8"))
@@ -191,7 +200,7 @@ def describe_difference(expected: Any, actual: Any) -> str | None:
 def _by_name(values: Any) -> dict[str, Any]:
     """Returns the values of nested dictionaries and lists by name."""
     leaves = jax.tree_util.tree_leaves_with_path(values, is_leaf=lambda one: one is None)
-    return {_name(path): value for path, value in leaves}
+    return {array_name(path): value for path, value in leaves}
 
 
 def _digests(directory: pathlib.Path) -> dict[str, str]:
@@ -202,10 +211,11 @@ def _digests(directory: pathlib.Path) -> dict[str, str]:
 
 def _named_arrays(tree: Any) -> dict[str, Any]:
     """Returns arrays by path, random keys as integers; orbax refuses empty arrays, which are omitted."""
-    return {_name(path): _key_data(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if leaf.size}
+    return {array_name(path): _key_data(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if leaf.size}
 
 
-def _name(path: Any) -> str:
+def array_name(path: Any) -> str:
+    """Returns the name of the array at a path of a pytree."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 

@@ -3,6 +3,7 @@ two. The tests run in a subprocess that has the devices."""
 
 import dataclasses
 import functools
+import itertools
 import os
 import signal
 import subprocess
@@ -240,6 +241,24 @@ def test_a_document_that_one_device_saved_answers_on_a_mesh(tmp_path):
         texts = ["ab", "c", "def"]
         assert one.generate(texts, max_new_tokens=12) == document.generate(texts, max_new_tokens=12)
         assert not one.prefix.recurrent[0].memory.sharding.is_fully_replicated
+
+
+@needs_devices
+def test_a_document_on_devices_that_share_slots_is_opened_on_one_and_back(tmp_path):
+    """A store has as many slots as all devices of a head need."""
+    llms = [
+        LanguageModel(on_mesh(mesh, load_checkpoint()), tiny.make_llm().tokenizer)
+        for mesh in (None, make_mesh(2, tensor=DEVICES))
+    ]
+    slots = []
+    for number, (llm, other) in enumerate(itertools.permutations(llms)):
+        document = llm.cache(POLICIES["exact"]).read([i % 60 + 5 for i in range(70)], max_new_tokens=32)
+        document.save(tmp_path / str(number))
+        opened = other.open(tmp_path / str(number))
+        texts = ["ab", "c", "def"]
+        assert opened.generate(texts, max_new_tokens=12) == document.generate(texts, max_new_tokens=12)
+        slots.append([one.prefix.entries[0].state.keys.shape[2] for one in (document, opened)])
+    assert slots == [[128, 256], [256, 128]]
 
 
 # --- Meshes and shardings ---
