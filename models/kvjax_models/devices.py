@@ -1,8 +1,8 @@
 """Options for runs on several devices and in several processes.
 
-    kvjax generate ... --mesh_data 2 --mesh_tensor 4
-    kvjax generate ... --mesh_data 2 --mesh_tensor 4 --coordinator HOST:PORT --processes 2 --process 0
-    kvjax generate ... --mesh_data 2 --mesh_tensor 4 --coordinator HOST:PORT --processes 2 --process 1
+    kvjax generate ... --mesh_tensor 4
+    kvjax generate ... --mesh_tensor 4 --coordinator HOST:PORT --processes 2 --process 0
+    kvjax generate ... --mesh_tensor 4 --coordinator HOST:PORT --processes 2 --process 1
 
 Every process runs the same command; only the first one writes files and prints. On TPU slices, `--coordinator auto`
 is enough: JAX finds the other processes.
