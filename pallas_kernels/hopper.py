@@ -155,7 +155,7 @@ def operand_columns(head_dim: int, *bits: int | None) -> int:
         NotImplementedError: If they are too few for the matrix unit.
     """
     columns = min([head_dim, *(packing.run_width(head_dim, one) for one in bits if one is not None)])
-    if columns < head_dim and not _tile(columns, jnp.bfloat16)[0]:
+    if columns < head_dim and columns % 16:  # a swizzle takes 32 bytes or more
         raise NotImplementedError(
             f"head dimension {head_dim} in {bits} bits; {columns} columns at a time are too few for the matrix unit"
         )

@@ -517,6 +517,13 @@ def test_which_arguments_are_multiplied_as_bytes(dtype, sizes, expected):
     run_gpu(queries.astype(dtype), entries)
 
 
+@pytest.mark.parametrize("key_bits, value_bits, head_dim", [(2, 2, 80), (4, 2, 80), (3, None, 96), (3, 3, 112)])
+def test_the_gpu_kernel_refuses_packed_numbers_that_have_no_swizzle(key_bits, value_bits, head_dim):
+    queries, entries, _ = make_packed(key_bits, head_dim, value_bits, batch=1, heads=1, slots=16)
+    with pytest.raises(NotImplementedError, match="columns at a time are too few for the matrix unit"):
+        mosaic_gpu.check(queries, entries, interpret=True)
+
+
 @helpers.gpu_kernel
 def test_stores_of_bytes_share_a_gpu_launch():
     queries, first = make_bytes(batch=1, heads=2, slots=136, head_dim=64, fields=("log_num",))
