@@ -7,8 +7,9 @@ arbitrary data, which affects no query.
 
 The matrix unit takes 16-bit operands. Narrower entries are converted exactly: eight-bit floats to float16, which the
 hardware does in one instruction. Their other operands have a wider range, so each row is divided by a power of two such
-that it is at most two. A float32 number becomes a sum of three bfloat16 numbers, whose products are exact and are
-accumulated in float32; the omitted products of the smallest parts are below the rounding of float32.
+that it is at most two. With float16 queries, so are the weights of all narrow entries, which their scales would take
+out of the range. A float32 number becomes a sum of three bfloat16 numbers, whose products are exact and are accumulated
+in float32; the omitted products of the smallest parts are below the rounding of float32.
 """
 
 import dataclasses
@@ -91,7 +92,9 @@ class Operands(NamedTuple):
     def create(cls, queries: Any, stored: Any) -> "Operands":
         """Returns the operands for dtypes."""
         wide, name = product_dtype(queries, stored), jnp.dtype(stored).name
-        if wide == jnp.bfloat16 and name.startswith("float8"):
+        # Weights times scales of small values would underflow in float16.
+        is_narrow_float16 = wide == jnp.float16 and jnp.dtype(stored).itemsize == 1
+        if is_narrow_float16 or (wide == jnp.bfloat16 and name.startswith("float8")):
             return cls(jnp.dtype(jnp.float16), 1, 1, is_direct=False, is_scaled=True)
         if wide != jnp.float32:
             return cls(wide, 1, 1, is_direct=jnp.dtype(stored) == wide)

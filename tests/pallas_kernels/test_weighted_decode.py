@@ -383,6 +383,17 @@ def test_the_gpu_kernel_multiplies_narrow_floats_of_any_scale(dtype, size):
 
 
 @helpers.gpu_kernel
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_small_values_do_not_underflow_in_float16_on_a_gpu(dtype):
+    queries, entries = make(batch=1, heads=1, slots=136, dtype=dtype, fields=("key_scale", "value_scale"))
+    values = dataclasses.replace(entries.values, scale=entries.values.scale * 1e-5)
+    queries, entries = queries.astype(jnp.float16), dataclasses.replace(entries, values=values)
+    actual, (maximum, numerator, *_) = jax.jit(run_gpu)(queries, entries), expected(queries, entries)
+    error = np.asarray(actual.numerator) * np.exp(helpers.float64(actual.max) - maximum)[..., None] - numerator
+    assert np.abs(error).max() <= 5e-4 * np.abs(numerator).max()
+
+
+@helpers.gpu_kernel
 @pytest.mark.parametrize("splits", [2, None])
 @pytest.mark.parametrize("logits", [False, True])
 def test_parts_of_one_storage_format_share_a_gpu_launch(splits, logits):
