@@ -298,7 +298,7 @@ def _program(form: Form, store: _Store, refs, scratch, launch_program, program, 
     """
     batch, head, split = lax.axis_index("batch"), lax.div(program, splits), lax.rem(program, splits)
     entries, names = store.entries, store.names
-    lowest, highest = refs["lowest"][batch], jnp.minimum(refs["highest"][batch], entries.slots)
+    lowest, highest = jnp.maximum(refs["lowest"][batch], 0), jnp.minimum(refs["highest"][batch], entries.slots)
     rings = {name: scratch[name] for name in names}
     key_barrier, numerator_memory = scratch[_key_barrier(store)], None
     if "values" in scratch:

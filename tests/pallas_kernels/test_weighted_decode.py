@@ -319,6 +319,7 @@ GPU_CASES = {
     "norms of 200": {"norm": 200 / 8},
     "empty range": {"start": [0, 40], "stop": [0, 40], "batch": 2, "splits": None},
     "within blocks": {"start": [130, 303], "stop": [250, 304], "batch": 2, "splits": 2},
+    "from before the first slot": {"start": [-200], "stop": [50], "heads": 2},
     "of each query": {"start": [[0, 10, 250, 7]], "stop": [[304, 10, 260, 8]], "fields": ("log_num",), "splits": 2},
     "logits": {"fields": ("log_num", "log_den"), "stop": [200, 0], "batch": 2, "logits": True, "splits": 2},
     "logits of each query": {"stop": [[304, 1, 7, 129]], "logits": True},
