@@ -99,8 +99,10 @@ def _storage_format(queries: Float[Array, "B H R D"], entries: Entries) -> Any:
     """Returns the properties that stores have in common if they share the scratch memory of a program."""
     arrays, bits = entries.slot_arrays, entries.bits
     values, value_bits = ("keys", bits["keys"]) if entries.values is None else ("values", bits["values"])
-    scales = {arrays[name].dtype.name for name in ("key_scale", "value_scale") if name in arrays}
-    dtypes = (queries.dtype.name, arrays["keys"].dtype.name, arrays[values].dtype.name, *sorted(scales))
+    scales = [arrays[name].dtype.name for name in ("key_scale", "value_scale") if name in arrays]
+    if len(scales) == 1:  # such a store shares the memory of stores whose two scales have this dtype
+        scales *= 2
+    dtypes = (queries.dtype.name, arrays["keys"].dtype.name, arrays[values].dtype.name, *scales)
     batch, _, count, head_dim = queries.shape
     return (batch, count, head_dim), dtypes, bits["keys"], value_bits
 

@@ -395,6 +395,18 @@ def test_small_values_do_not_underflow_in_float16_on_a_gpu(dtype):
 
 
 @helpers.gpu_kernel
+def test_stores_whose_scales_differ_in_dtypes_have_separate_gpu_launches():
+    stores, dtypes = [], (jnp.float32, jnp.bfloat16)
+    for seed, order in enumerate((dtypes, dtypes[::-1])):
+        queries, entries = make(seed, 1, 1, slots=64, dtype="int8", fields=("key_scale", "value_scale"))
+        names = zip(("keys", "values"), order, strict=True)
+        scaled = {name: QuantizedArray(getattr(entries, name).values, getattr(entries, name).scale.astype(dtype))
+                  for name, dtype in names}  # fmt: skip
+        stores.append(dataclasses.replace(entries, **scaled))
+    compare(jax.jit(run_gpu)(queries, *stores), queries, *stores)
+
+
+@helpers.gpu_kernel
 @pytest.mark.parametrize("splits", [2, None])
 @pytest.mark.parametrize("logits", [False, True])
 def test_parts_of_one_storage_format_share_a_gpu_launch(splits, logits):
