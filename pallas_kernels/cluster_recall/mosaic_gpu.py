@@ -43,6 +43,12 @@ def check(inputs: Inputs, *, interpret: Any, **_options: Any) -> None:
     is_packed = blocks.key_bits is not None
     if is_packed and queries.shape[3] != blocks.width:
         raise NotImplementedError(f"packed keys have {queries.shape[3]} dimensions in {blocks.width} columns")
+    key_width, value_width = blocks.value_column, blocks.entries.shape[4] - blocks.value_column
+    # Mosaic reads columns of rows that are not swizzled only if the rows are a multiple of these columns.
+    if key_width != value_width and math.gcd(key_width, value_width) % 32:
+        raise NotImplementedError(
+            f"keys have {key_width} bytes and values {value_width}; different sizes must be multiples of 32"
+        )
     hopper.check_dtypes(*["entries"] * is_packed, queries=queries, entries=blocks.entries)
     hopper.choose_stages(functools.partial(_scratch, inputs))
 

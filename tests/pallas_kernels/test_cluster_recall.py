@@ -2,14 +2,24 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import benchmarking, packing
-from pallas_kernels.cluster_recall import Blocks, TpuConfig, cluster_recall, mosaic_tpu, oracle, padded_width, xla
+from pallas_kernels import benchmarking, hopper, packing
+from pallas_kernels.cluster_recall import (
+    Blocks,
+    TpuConfig,
+    cluster_recall,
+    mosaic_gpu,
+    mosaic_tpu,
+    oracle,
+    padded_width,
+    xla,
+)
 from pallas_kernels.cluster_recall.blocks import Inputs
 from pallas_kernels.hopper import GpuConfig
 from tests.pallas_kernels import helpers, traffic
@@ -293,6 +303,21 @@ def test_the_gpu_kernel(case):
     is_float = jnp.issubdtype(inputs.blocks.entries.dtype, jnp.floating)
     tolerance = 2e-3 if "norm" in sizes else TOLERANCE.get(sizes.get("dtype", "float32"), 2e-6)
     compare(run_gpu(spoil_unread(inputs) if is_float else inputs, **config), inputs, tolerance)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="lowers the GPU kernel as GPU machines do")
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("bits", itertools.product((4, 3, 2), repeat=2))
+def test_the_gpu_kernel_lowers_for_the_packed_numbers_that_it_supports(head_dim, bits, monkeypatch):
+    monkeypatch.setattr(hopper, "check_device", lambda: None)  # lowering needs no GPU and no CUDA compiler
+    inputs, _ = make_packed(*bits, head_dim, **ONE_HEAD)
+    try:
+        mosaic_gpu.check(inputs, interpret=False)
+    except NotImplementedError:
+        assert bits[0] != bits[1] or 3 in bits  # otherwise, all are supported
+        return
+    recall = jax.jit(functools.partial(cluster_recall, implementation="mosaic_gpu"))
+    recall.trace(*inputs).lower(lowering_platforms=("cuda",))
 
 
 @pytest.mark.gpu_interpreter
