@@ -227,7 +227,8 @@ def relative_error(actual: Any, expected: Any) -> float | None:
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
         return jnp.linalg.norm(jnp.ravel(x - y)) / jnp.maximum(jnp.linalg.norm(jnp.ravel(y)), 1e-30)
 
-    return max(float(error(x, y)) for x, y in zip(comparable(actual), comparable(expected), strict=True))
+    errors = [error(x, y) for x, y in zip(comparable(actual), comparable(expected), strict=True)]
+    return float(jnp.max(jnp.stack(errors)))  # NaN if any error is
 
 
 def limit_seconds(shape: Shape) -> float:

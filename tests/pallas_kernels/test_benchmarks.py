@@ -8,6 +8,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_kernels
@@ -72,6 +73,8 @@ def test_errors_are_relative_to_the_oracle():
     wrong = expected._replace(numerator=1.5 * expected.numerator)
     assert benchmarking.relative_error(wrong, expected) == pytest.approx(0.5)
     assert benchmarking.relative_error(jnp.array([1, 2, 3, 4]), jnp.array([1, 2, 3, 5])) == 0.25
+    not_numbers = {"sums": jnp.array([jnp.nan]), "labels": jnp.array([1])}
+    assert np.isnan(benchmarking.relative_error(not_numbers, {**not_numbers, "sums": jnp.ones(1)}))
 
 
 def test_a_form_that_cannot_run_is_reported():
