@@ -65,7 +65,7 @@ def test_a_server_that_cannot_start_ends_with_a_message(tmp_path):
     processes = {
         message: start_python(COMMAND, "serve", "--port=0", f"--model={tiny.directory()}", *options)
         for message, options in {
-            "budget=1%": ["--policy=snapkv", "--budget=1%"],
+            "budget=0.1%": ["--policy=snapkv", "--budget=0.1%"],
             "cannot be written to": ["--policy=exact", f"--documents_dir={tmp_path / 'file'}"],
             "needs 2 devices": ["--mesh_tensor=2"],
         }.items()
