@@ -106,9 +106,9 @@ def title_of(row: Row) -> str:
 
 
 def place_failures(rows: Sequence[Row]) -> list[Row]:
-    """Returns rows of which those without a score have the kind of budget of their setting, or of the other settings.
+    """Returns rows whose failures are in the table of their setting, or of the other settings if it has no scores.
 
-    A policy fails before its cache has a size, so that its row does not say whether the budget is of the text.
+    A policy fails before its cache has a size, so that its row does not say whether its budget is of the text.
     """
     kinds: dict[Any, bool] = {}
     for row in rows:
@@ -125,7 +125,7 @@ def place_failures(rows: Sequence[Row]) -> list[Row]:
 
 
 def _labels(row: Row) -> tuple[Any, ...]:
-    """Returns what the rows of a table have in common, except for the kind of budget."""
+    """Returns the properties that the rows of a table share, except for the kind of budget."""
     return row.model, row.tokens, row.question, row.dtype, row.metric
 
 

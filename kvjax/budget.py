@@ -115,7 +115,7 @@ class Budget:
         """Warns once about a policy whose slots for new tokens take most of the budget."""
         if reserved_bytes(policy, spec) > MAX_RESERVED_SHARE * self.limit(spec, tokens):
             warnings.warn(
-                f"most of budget={self} are slots reserved for new tokens, so that the prompt keeps few of its tokens; "
+                f"slots reserved for new tokens take most of budget={self}, so that few tokens of the prompt are kept; "
                 "reduce max_new_tokens, set reserve_decode_slots=false, or pass a larger budget",
                 SmallBudgetWarning,
                 stacklevel=2,

@@ -541,7 +541,7 @@ def prefix_probabilities(
 
     suffix, _ = _attend(cache, counters, query, sink_logits, causal=True)
     appended = by_prefix(stagings.appended_mask(counters, tokens))
-    queries, others = by_prefix(_scale_queries(cache.spec, query)), (jax.tree.map(by_prefix, suffix),)
+    queries, others = by_prefix(scale_queries(cache.spec, query)), (jax.tree.map(by_prefix, suffix),)
     options: dict[str, Any] = {"kv_heads": kv_heads, "logit_cap": cache.spec.logit_cap, "others": others}
     _, stats = attend_with_stats(queries, segments, appended, probabilities=True, **options)
     probabilities = jnp.zeros((prefixes, kv_heads, *stats[0].shape[2:]))
@@ -633,7 +633,7 @@ def _prefill(
     keys, values = _zero_invalid(keys, valid), _zero_invalid(values, valid)
     if queries is not None and queries.ndim == 4 and len(queries) == len(lengths):  # otherwise the policy refuses them
         queries = _zero_invalid(queries, jnp.arange(queries.shape[1]) >= queries.shape[1] - lengths[:, None])
-        queries = _scale_queries(spec, queries)
+        queries = scale_queries(spec, queries)
     if repeated is not None:
         repeated = _zero_repeated(spec, repeated)
     if predicted_scores is not None:
@@ -747,7 +747,7 @@ def _attend(
     """Attends to the cache; if causal, the queries belong to the newest tokens and the policy observes them."""
     policy, tokens, kv_heads = cache.policy, query.shape[1] if causal else 1, cache.staging.keys.shape[1]
     appended = stagings.appended_mask(counters, tokens) if causal else None
-    scaled, segments = _scale_queries(cache.spec, query), _segments(cache, counters, tokens)
+    scaled, segments = scale_queries(cache.spec, query), _segments(cache, counters, tokens)
     others: tuple[Partials, ...] = ()
     prefix_segments: tuple[SegmentLike, ...] = ()
     if prefix is not None:
@@ -783,7 +783,7 @@ def _attend(
     return partials._replace(denominator=denominator), cache
 
 
-def _scale_queries(spec: CacheSpec, query: Array) -> Array:
+def scale_queries(spec: CacheSpec, query: Float[Array, "B T H_q D"]) -> Float[Array, "B T H_q D"]:
     """Scales queries so that their products with keys over sqrt(D) are the model's logits."""
     if spec.scale is None:
         return query
@@ -800,7 +800,7 @@ def _zero_repeated(spec: CacheSpec, repeated: RepeatedPrompt) -> RepeatedPrompt:
     """Returns repetitions with scaled queries and zeros past their lengths."""
     width = repeated.keys.shape[1] // repeated.lengths.shape[1]
     valid = (jnp.arange(width) < repeated.lengths[..., None]).reshape(repeated.keys.shape[0], -1)
-    queries = _scale_queries(spec, _zero_invalid(repeated.queries, valid))
+    queries = scale_queries(spec, _zero_invalid(repeated.queries, valid))
     return dataclasses.replace(repeated, queries=queries, keys=_zero_invalid(repeated.keys, valid))
 
 

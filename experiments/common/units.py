@@ -99,9 +99,10 @@ def _passage(task: Task, tokenizer: Tokenizer, document: Document, tokens: int) 
     ids = tokenizer.encode(document.context)[:tokens]
     if len(ids) < tokens:
         raise ValueError(f"document {document.name} of {task.name} has {len(ids)} tokens, fewer than tokens={tokens}")
-    # Exact prefill predicts the first of them.
     if task.kind == "continue" and task.answer_tokens < 2:
-        raise ValueError(f"{task.name} measures {task.answer_tokens} tokens; the second is the first through the cache")
+        raise ValueError(
+            f"{task.name} measures {task.answer_tokens} tokens, but needs two: the exact prefill predicts the first"
+        )
     position = tokens - task.answer_tokens if task.kind == "continue" else tokens
     if position < 1:
         raise ValueError(f"{task.name} measures {task.answer_tokens} tokens, more than tokens={tokens}")

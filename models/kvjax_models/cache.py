@@ -352,10 +352,9 @@ class CachedModel(CachePlans):
         """
         policy, heads = self.policy, self.heads
         if isinstance(policy, PolicyChoice):
-            # A save may be opened where a file of shares is not.
-            described: Any = str(policy.without_files())
-        elif isinstance(policy, Auto):
-            described = str(policy)
+            policy = policy.without_files()  # a save may be opened where a file of shares is not
+        if isinstance(policy, Auto | PolicyChoice):
+            described: Any = str(policy)
         else:
             described = kvjax.describe(policy if isinstance(policy, Policy) else resolved)
         return {

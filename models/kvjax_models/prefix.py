@@ -233,9 +233,10 @@ class Prefix:
     def restore(self, save: Save) -> "Prefix":
         """Returns a shared prefix with the arrays of a save.
 
-        The number of slots of a full cache depends on the devices that share them; those past its tokens are empty.
+        The number of slots of a full cache depends on the devices that share them; slots after the tokens are empty.
         """
-        arrays = save.restore(self._arrays(), _full_stores(self._arrays()))
+        like = self._arrays()
+        arrays = save.restore(like, _full_stores(like))
         entries, logits, recurrent = arrays["texts"], arrays["logits"], arrays["recurrent"]
         return dataclasses.replace(self, entries=entries, logits=logits, recurrent=recurrent)
 

@@ -63,7 +63,7 @@ def run(llm, task, settings, path, question_seen=False, **options):
 @pytest.mark.parametrize("tokens", [1, 0, -4])
 def test_a_passage_needs_two_measured_tokens(llm, tokens):
     task = dataclasses.replace(make_task("continue"), answer_tokens=tokens)
-    with pytest.raises(ValueError, match=f"made measures {tokens} tokens; the second is the first through the cache"):
+    with pytest.raises(ValueError, match=f"made measures {tokens} tokens, but needs two"):
         make_units(task, llm.tokenizer, False, 500)
     [unit, *_] = make_units(dataclasses.replace(task, answer_tokens=2), llm.tokenizer, False, 500)
     assert len(unit.text) == 498 and len(unit.items[0].tokens) == 2

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.attention import attend_segments
-from kvjax.cache import _scale_queries, layer_policy
+from kvjax.cache import layer_policy, scale_queries
 from kvjax.partials import merge, normalize
 from kvjax.quantization import dequantize, quantize
 from kvjax.segment import Segment
@@ -317,7 +317,7 @@ COMBINED = {
 def test_the_scale_of_bfloat16_queries_is_not_rounded():
     """Gemma 2 and 3 27B have scales that bfloat16 does not represent."""
     query = jax.random.normal(jax.random.key(0), (1, 1, 8, 128), jnp.bfloat16)
-    scaled = _scale_queries(make_spec(head_dim=128, scale=168**-0.5, rope_frequencies=None), query)
+    scaled = scale_queries(make_spec(head_dim=128, scale=168**-0.5, rope_frequencies=None), query)
     assert scaled.dtype == jnp.bfloat16
     wide = query.astype(jnp.float32)
     ratio = jnp.sum(scaled.astype(jnp.float32) * wide) / jnp.sum(wide * wide)

@@ -204,9 +204,9 @@ def reference_halving(
     """Halves one head's first `count` tokens once, as the released code does.
 
     Blocks walk independently, with values multiplied by the weights so far; the first sign of a block is +1. The last
-    block is padded with zeros, which shift the mean by which its keys are centered. Where exp of the
-    product of two keys overflows float32, the released code gives all later tokens of the block the sign -1; here they
-    are balanced.
+    block is padded with zeros, which shift the mean by which its keys are centered. Where exp of the product of
+    two keys overflows float32, the released code gives all later tokens of the block the sign -1; here they are
+    balanced.
 
     Args:
         uniforms: one draw per sign, in enough blocks for n tokens.

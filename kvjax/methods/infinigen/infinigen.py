@@ -197,7 +197,7 @@ def _append(
         index = jnp.where(is_new, first + number, OUT_OF_RANGE)
         partial_keys = _multiply(keys.astype(jnp.float32), partial.columns).astype(partial.keys.dtype)
         partial = dataclasses.replace(partial, keys=write_index(partial.keys, index, partial_keys))
-        # Padding has no block, so that it is no part of the mean key of a quantized store.
+        # Padding has no block: it would count in the mean key of a quantized store.
         source = jnp.where(is_new, number, keys.shape[0])[:, None]
         return write_blocks(store, index, arrange_blocks(source, keys, values, first + number)), partial
 

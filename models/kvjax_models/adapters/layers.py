@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 import kvjax
 from kvjax import rope
 from kvjax.budget import Budget
-from kvjax.cache import layer_policy
+from kvjax.cache import layer_policy, scale_queries
 from kvjax.policy import Policy, RepeatedPrompt
 from kvjax.registry import AnyPolicy, PolicyChoice, resolve_policy
 from kvjax.spec import MAX_TOKENS
@@ -208,23 +208,6 @@ def attend_to_prompt(
     keys, values = key.swapaxes(1, 2), value.swapaxes(1, 2)
     scaled = scale_queries(spec, query)
     return chunk_attention(scaled, keys, values, 0, window=spec.window, logit_cap=spec.logit_cap)
-
-
-def scale_queries(spec: kvjax.CacheSpec, query: Float[Array, "B T H_q D"]) -> Float[Array, "B T H_q D"]:
-    """Scales queries so that their products with keys over sqrt(D) are the model's logits.
-
-    Args:
-        spec: the layer's spec.
-        query: the queries.
-
-    Returns:
-        The scaled queries.
-    """
-    if spec.scale is None:
-        return query
-    # In float32: rounded to bfloat16, the factor would change all logits by up to 0.2%.
-    wide = query.astype(jnp.promote_types(query.dtype, jnp.float32))
-    return (wide * (spec.scale * spec.head_dim**0.5)).astype(query.dtype)
 
 
 class Repetitions(NamedTuple):

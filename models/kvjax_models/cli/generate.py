@@ -142,7 +142,7 @@ def _ask(options: Generate, document: Document, texts: list[str]) -> None:
             raise ValueError(f"--{name} is that of the saved document, {document}; remove the option")
     answer = document.generate if document.messages is None else document.ask
     values = dataclasses.asdict(options.sampling)
-    # A question takes a part of the capacity, which has the same default.
+    # By default an answer has 256 tokens, or what the question leaves of a capacity of less than twice as many.
     if options.max_new_tokens != defaults.max_new_tokens or document.max_new_tokens >= 2 * defaults.max_new_tokens:
         values["max_new_tokens"] = options.max_new_tokens
     completions, usage = answer(

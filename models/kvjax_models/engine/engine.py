@@ -242,12 +242,11 @@ class Engine:
         return number
 
     def num_left(self, prefix: Prefix, num_tokens: int, max_new_tokens: int) -> int:
-        """Returns how many of some new tokens a row that continues a prefix has capacity for.
+        """Returns how many of `max_new_tokens` fit into a row that continues a prefix; negative if the prompt does not.
 
         Args:
             prefix: a prefix that is not shared. Its row grows if longer rows are full caches of the same kind.
             num_tokens: tokens after it and before the answer.
-            max_new_tokens: the new tokens.
         """
         return self._checks.num_left(prefix, num_tokens, max_new_tokens)
 

@@ -79,7 +79,7 @@ class Scheduler:
     @property
     def is_blocked(self) -> bool:
         """Whether no request has started, and the bytes of the first one that waits do not fit."""
-        return bool(self.waiting) and not self.started and not self._fits(self.waiting[0], [])
+        return bool(self.waiting) and not self.started and not self._fits([self.waiting[0]])
 
     def add(self, request: Waiting) -> None:
         """Appends a request to the queue.
@@ -100,14 +100,15 @@ class Scheduler:
         chosen: list[Waiting] = []
         prompts: dict[Hashable, None] = {}
         for request in self.waiting:
-            if not self._fits(request, chosen):
+            if not self._fits([*chosen, request]):
                 break
             if chosen and not self._joins(request, chosen[0], prompts):
                 continue
             chosen.append(request)
             prompts[request.prompt] = None
         # Other numbers than powers of two are further programs, or need rows without a request.
-        if chosen and not (chosen[0].pads and self._fits_padding(chosen, len(prompts))):
+        padding = width_for(len(prompts)) - len(prompts) if chosen else 0
+        if chosen and not (chosen[0].pads and self._fits(chosen, padding * chosen[0].row_bytes)):
             kept = [*prompts][: 1 << (len(prompts).bit_length() - 1)]
             chosen = [request for request in chosen if request.prompt in kept]
         for request in chosen:
@@ -115,18 +116,10 @@ class Scheduler:
             self.started[request.number] = request.row_bytes
         return chosen
 
-    def _fits(self, request: Waiting, chosen: Sequence[Waiting]) -> bool:
-        """Returns whether there are a row and bytes for a request and others that are about to start."""
-        if len(chosen) >= self.num_free_rows:
-            return False
-        needed = self.reserved_bytes + sum(one.row_bytes for one in chosen) + request.row_bytes
-        return self.max_bytes is None or needed <= self.max_bytes
-
-    def _fits_padding(self, chosen: Sequence[Waiting], num_prompts: int) -> bool:
-        """Returns whether there are bytes for the rows without a request of a batch of prompts."""
-        padding = (width_for(num_prompts) - num_prompts) * chosen[0].row_bytes
-        needed = self.reserved_bytes + sum(one.row_bytes for one in chosen) + padding
-        return self.max_bytes is None or needed <= self.max_bytes
+    def _fits(self, chosen: Sequence[Waiting], padding_bytes: int = 0) -> bool:
+        """Returns whether there are rows and bytes for requests that are about to start, and bytes for padding."""
+        needed = self.reserved_bytes + sum(request.row_bytes for request in chosen) + padding_bytes
+        return len(chosen) <= self.num_free_rows and (self.max_bytes is None or needed <= self.max_bytes)
 
     def _joins(self, request: Waiting, first: Waiting, prompts: Collection[Hashable]) -> bool:
         """Returns whether a request is prefilled together with the first one."""

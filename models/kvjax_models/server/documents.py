@@ -288,21 +288,25 @@ class Documents:
                 self._insert(one, document)
                 self._used[one] = time.time()
         except RequestError:
-            for one in names:
-                with contextlib.suppress(RequestError):
-                    self.delete(one)
+            self._discard(names)
             raise
-        is_warm = False
         try:
             for document in documents:
                 yield from self._warm_up(document)
-            is_warm = True
-        finally:
-            for one in names if body.id is None and not is_warm else ():  # the client has gone, and does not know them
-                with contextlib.suppress(RequestError):
-                    self.delete(one)
+        except (
+            BaseException
+        ):  # a GeneratorExit if the client has gone, which does not know an id that it did not choose
+            if body.id is None:
+                self._discard(names)
+            raise
         described = self.describe(name) | {"seconds": round(time.monotonic() - start, 3)}
         yield described | ({"full_cache": names[1]} if body.full_cache else {})
+
+    def _discard(self, names: Sequence[str]) -> None:
+        """Deletes documents that may exist."""
+        for name in names:
+            with contextlib.suppress(RequestError):
+                self.delete(name)
 
     def delete(self, name: str) -> dict[str, Any]:
         """Deletes a document; requests that use it go on.
